@@ -1,0 +1,213 @@
+"""Save, find and restore checkpoints: everything that affects the next step, and nothing that could execute code.
+
+`RUN/checkpoints/checkpoint_N` holds the state after N epochs: the trained weights in the layout that diffusers loads
+(`pytorch_lora_weights.safetensors`, or a whole UNet in `unet/`), `optimizer.pt`, and `state.json`. Random state is not
+among it, since random numbers are a function of (seed, epoch, process).
+"""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+from diffusers.utils import convert_state_dict_to_diffusers
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file
+
+from ddpo_pytorch.run_plan import ConfigError
+
+STATE_FILE = "state.json"
+OPTIMIZER_FILE = "optimizer.pt"
+LORA_FILE = "pytorch_lora_weights.safetensors"
+CHECKPOINT_NAME = re.compile(r"checkpoint_(\d+)")
+
+
+@dataclass
+class ModelIdentity:
+    """What a checkpoint's weights belong to; resuming on anything else is refused."""
+
+    pretrained_model: str
+    base_unet: str  # policy.unet_fingerprint
+    use_lora: bool
+    lora_rank: int | None
+    lora_target_modules: list[str] | None
+
+
+@dataclass
+class TrainingState:
+    """A run's position. `run_name` and `tracker_run_ids` let a resumed run go on in the same folder and dashboards."""
+
+    epoch: int  # epochs completed
+    global_step: int
+    run_name: str
+    seed: int
+    model: ModelIdentity
+    stat_tracker: dict[str, list[float]] | None = None
+    tracker_run_ids: dict[str, str] = field(default_factory=dict)
+    scaler: dict[str, Any] | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def lora_state_dict(unet: UNet2DConditionModel) -> dict[str, torch.Tensor]:
+    """The live LoRA factors under diffusers' names (copying into them changes the UNet)."""
+    return convert_state_dict_to_diffusers(get_peft_model_state_dict(unet))
+
+
+def check_weights_finite(unet: torch.nn.Module) -> None:
+    """Raises RuntimeError if any trained weight is NaN or infinite: such a model is never saved."""
+    bad = [name for name, p in unet.named_parameters() if p.requires_grad and not p.isfinite().all()]
+    if bad:
+        raise RuntimeError(f"{len(bad)} trained tensors are not finite, first {bad[0]}; nothing was saved")
+
+
+def save_checkpoint(
+    folder: Path,
+    unet: UNet2DConditionModel,
+    optimizer_state: dict,
+    state: TrainingState,
+    num_checkpoint_limit: int,
+) -> Path:
+    """Write `folder/checkpoint_N`, N = state.epoch, aside and rename it into place; then prune the oldest.
+
+    Args:
+        folder: RUN/checkpoints.
+        unet: unwrapped.
+        num_checkpoint_limit: how many to keep, this one included.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        RuntimeError: weights that are not finite.
+        OSError: what the disk said; older checkpoints are untouched.
+    """
+    check_weights_finite(unet)
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"checkpoint_{state.epoch}"
+    aside = folder / f".writing_{target.name}_{os.getpid()}"
+    try:
+        aside.mkdir()
+        if state.model.use_lora:
+            StableDiffusionPipeline.save_lora_weights(aside, unet_lora_layers=lora_state_dict(unet))
+        else:
+            unet.save_pretrained(aside / "unet")
+        torch.save(optimizer_state, aside / OPTIMIZER_FILE)
+        # Last, so that a folder with a whole state file is a whole checkpoint.
+        (aside / STATE_FILE).write_text(json.dumps(asdict(state), indent=1))
+        if target.exists():  # left by a run that was resumed from before it
+            shutil.rmtree(target)
+        aside.rename(target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    for old in list_checkpoints(folder)[:-num_checkpoint_limit]:
+        shutil.rmtree(old)
+    return target
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints in a folder, oldest first; other files and folders there are passed over."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = CHECKPOINT_NAME.fullmatch(path.name)
+        if match and (path / STATE_FILE).is_file():
+            found.append((int(match[1]), path))
+    return [path for _, path in sorted(found)]
+
+
+def set_aside_newer(folder: Path, checkpoint: Path) -> None:
+    """Rename checkpoints newer than the one resumed from, so that they are not taken for this run's future."""
+    names = [path.name for path in list_checkpoints(folder)]
+    newer = names[names.index(checkpoint.name) + 1 :] if checkpoint.name in names else []
+    for name in newer:
+        target = folder / f"superseded_{name}"
+        shutil.rmtree(target, ignore_errors=True)
+        (folder / name).rename(target)
+
+
+def find_checkpoint(resume_from: str) -> Path:
+    """The checkpoint that a user points at: itself, or the newest in its parent or in the run's folder.
+
+    Raises:
+        ConfigError: none there.
+    """
+    path = Path(resume_from).expanduser()
+    if (path / STATE_FILE).is_file():
+        return path
+    checkpoints = list_checkpoints(path) or list_checkpoints(path / "checkpoints")
+    if not checkpoints:
+        raise ConfigError(
+            f'config.resume_from "{resume_from}": no checkpoint there; give a folder checkpoint_N with its '
+            f"{STATE_FILE}, the folder of such, or a run's folder"
+        )
+    return checkpoints[-1]
+
+
+def read_state(checkpoint: Path) -> TrainingState:
+    """The position that a checkpoint holds.
+
+    Raises:
+        ConfigError: its state file is not one of ours.
+    """
+    try:
+        values = json.loads((checkpoint / STATE_FILE).read_text())
+        return TrainingState(**{**values, "model": ModelIdentity(**values["model"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{checkpoint / STATE_FILE} is not a training state of this program: {error}") from error
+
+
+def check_identity(saved: ModelIdentity, present: ModelIdentity, checkpoint: Path) -> None:
+    """Refuse a checkpoint of another model.
+
+    Raises:
+        ConfigError: with what differs.
+    """
+    if saved.use_lora != present.use_lora:
+        kinds = {True: "a LoRA", False: "a whole UNet"}
+        raise ConfigError(
+            f"{checkpoint} holds {kinds[saved.use_lora]}, but config.use_lora is {present.use_lora}; set it "
+            f"{saved.use_lora} to resume"
+        )
+    if saved.base_unet != present.base_unet:
+        raise ConfigError(
+            f'{checkpoint} was trained on "{saved.pretrained_model}", and config.pretrained.model '
+            f'"{present.pretrained_model}" has another UNet; set it to the checkpoint\'s to resume'
+        )
+    if saved.lora_rank != present.lora_rank:
+        raise ConfigError(
+            f"{checkpoint} has LoRA rank {saved.lora_rank}, but config.lora.rank is {present.lora_rank}; set it to "
+            f"{saved.lora_rank} to resume"
+        )
+    if sorted(saved.lora_target_modules or []) != sorted(present.lora_target_modules or []):
+        raise ConfigError(
+            f"{checkpoint} has a LoRA on {saved.lora_target_modules}, but config.lora.target_modules is "
+            f"{present.lora_target_modules}; set it to the checkpoint's to resume"
+        )
+
+
+@torch.no_grad()
+def restore_weights(checkpoint: Path, unet: UNet2DConditionModel, use_lora: bool) -> None:
+    """Copy a checkpoint's trained weights into an unwrapped UNet.
+
+    Raises:
+        ConfigError: other tensors than the UNet has.
+    """
+    if use_lora:
+        saved = {k.removeprefix("unet."): v for k, v in load_file(checkpoint / LORA_FILE).items()}
+        live = lora_state_dict(unet)
+    else:
+        saved = UNet2DConditionModel.from_pretrained(checkpoint / "unet").state_dict()
+        live = unet.state_dict()
+    if {k: v.shape for k, v in saved.items()} != {k: v.shape for k, v in live.items()}:
+        raise ConfigError(f"the weights in {checkpoint} do not fit this UNet: {len(saved)} tensors against {len(live)}")
+    for name, tensor in saved.items():
+        live[name].copy_(tensor)
+
+
+def restore_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
+    """Load a checkpoint's optimizer state."""
+    optimizer.load_state_dict(torch.load(checkpoint / OPTIMIZER_FILE, map_location="cpu", weights_only=True))

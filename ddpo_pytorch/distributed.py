@@ -1,0 +1,49 @@
+"""What several processes must do together: fail, and draw random numbers that are a function of where they are."""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+
+class ProcessFailure(RuntimeError):
+    """Some process failed; raised on all of them with its message."""
+
+
+def raise_together(accelerator: Accelerator, error: BaseException | None) -> None:
+    """Raise on every process if any of them has an error; every process must call this.
+
+    Without it the healthy processes would wait at their next collective for one that is gone.
+    """
+    message = None
+    if error is not None:
+        message = f"process {accelerator.process_index}: {type(error).__name__}: {error}"
+    failures = [m for m in gather_object([message]) if m is not None]
+    if failures:
+        raise ProcessFailure("; ".join(failures)) from error
+
+
+@dataclass
+class RandomStreams:
+    """Generators of one epoch, apart from each other so that a thread drawing numbers disturbs nobody."""
+
+    noise: torch.Generator  # on the device: initial latents and DDIM noise
+    shuffle: torch.Generator  # on the CPU: the order of training
+
+
+def seed_epoch(seed: int, epoch: int, process_index: int, device: torch.device) -> RandomStreams:
+    """Seed python, numpy and torch, and make the epoch's generators, from (seed, epoch, process) alone.
+
+    So nothing about randomness needs saving: a resumed epoch draws what the uninterrupted one would have drawn.
+    """
+    state = np.random.SeedSequence([seed, epoch, process_index]).generate_state(4, np.uint32)
+    everyone, noise, shuffle, prompts = (int(s) for s in state)
+    random.seed(prompts)
+    np.random.seed(everyone)
+    torch.manual_seed(everyone)
+    return RandomStreams(
+        noise=torch.Generator(device).manual_seed(noise), shuffle=torch.Generator().manual_seed(shuffle)
+    )

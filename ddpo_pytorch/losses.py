@@ -1,0 +1,45 @@
+"""Policy-gradient objectives and their statistics, as functions of tensors.
+
+Knows nothing of diffusers, Accelerate or configs. A further objective is a further function here.
+"""
+
+import torch
+
+
+def ppo_clipped_loss(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    clip_range: float,
+    adv_clip_max: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Clipped surrogate of DDPO-IS over one minibatch of denoising steps.
+
+    Args:
+        log_prob: (B,), under the present policy, with gradient; nats per dimension.
+        old_log_prob: (B,), under the policy that sampled.
+        advantages: (B,), in standard deviations; clamped to +-adv_clip_max.
+        clip_range: the ratio counts between 1 - clip_range and 1 + clip_range.
+
+    Returns:
+        The loss, a scalar, and detached scalars: `loss`, `approx_kl` (half the mean squared difference of the
+        log-probs), `clipfrac` (share of samples whose ratio lies outside the range) and `logp_gap` (the largest
+        absolute difference of the log-probs: before the first update of an epoch it is rounding alone).
+
+    Source: Schulman et al. 2017 (arXiv 1707.06347) eq. 7; Black et al. 2023 (arXiv 2305.13301) section 4.3; approx_kl:
+    http://joschu.net/blog/kl-approx.html, k2.
+    """
+    advantages = advantages.clamp(-adv_clip_max, adv_clip_max)
+    difference = log_prob - old_log_prob
+    ratio = difference.exp()
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
+    loss = torch.maximum(unclipped_loss, clipped_loss).mean()
+    with torch.no_grad():
+        statistics = {
+            "loss": loss.detach(),
+            "approx_kl": 0.5 * (difference**2).mean(),
+            "clipfrac": ((ratio - 1.0).abs() > clip_range).float().mean(),
+            "logp_gap": difference.abs().max(),
+        }
+    return loss, statistics

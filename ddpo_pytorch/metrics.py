@@ -1,0 +1,229 @@
+"""What a run leaves for people: dashboards, `metrics.jsonl`, picture grids and the reward curve.
+
+Knows nothing of diffusion or of how the numbers came about.
+"""
+
+import importlib.metadata
+import json
+import math
+import netrc
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import numpy as np
+from accelerate import Accelerator
+from PIL import Image, ImageDraw, ImageFont
+
+PROJECT = "ddpo-pytorch"
+PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "numpy", "wandb", "bitsandbytes")
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of python and of the packages that matter to a run; those not installed are left out."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def wandb_offline_reason() -> str | None:
+    """Why W&B should go offline by itself: no login here. None where there is one, or the user chose a mode."""
+    import wandb
+
+    if os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY"):
+        return None
+    settings = wandb.setup().settings
+    if settings.mode != "online" or settings.api_key:
+        return None
+    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        if netrc.netrc(file).authenticators(urlparse(settings.base_url).hostname or ""):
+            return None
+    except (OSError, netrc.NetrcParseError):
+        pass
+    return "no W&B login found, so W&B runs offline: `wandb login`, or set WANDB_API_KEY, to see runs on the web"
+
+
+def start_trackers(
+    accelerator: Accelerator, run_folder: Path, run_name: str, config: Mapping[str, Any], run_ids: dict[str, str]
+) -> dict[str, str]:
+    """Start the dashboards that the accelerator was made with; they write into the run's folder.
+
+    Args:
+        config: resolved; nested sections are shown as "section.key".
+        run_ids: of the run that is resumed, by tracker name; empty for a new one.
+
+    Returns:
+        Run ids by tracker name, to be kept in checkpoints; filled on the main process only.
+    """
+    names = [getattr(name, "value", name) for name in accelerator.log_with]
+    kwargs: dict[str, dict] = {}
+    if "wandb" in names:
+        kwargs["wandb"] = {"name": run_name, "dir": str(run_folder)}
+        if accelerator.is_main_process:
+            reason = wandb_offline_reason()
+            if reason is not None:
+                kwargs["wandb"]["mode"] = "offline"
+                print(reason, flush=True)
+        if "wandb" in run_ids:
+            kwargs["wandb"] |= {"id": run_ids["wandb"], "resume": "allow"}
+    scalars = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flatten(config).items()}
+    accelerator.init_trackers(PROJECT, config=scalars, init_kwargs=kwargs)
+    if "wandb" in names and accelerator.is_main_process:
+        return {"wandb": accelerator.get_tracker("wandb", unwrap=True).id}
+    return {}
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _plain(value: Any) -> Any:
+    """A value as strict JSON has it: arrays as lists, NaN and infinities as null."""
+    if isinstance(value, np.ndarray):
+        return [_plain(v) for v in value.tolist()]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class RunLog:
+    """Sends numbers and pictures to the dashboards and into the run's folder. Acts on the main process alone."""
+
+    def __init__(self, accelerator: Accelerator, run_folder: Path, first_epoch: int) -> None:
+        """
+        Args:
+            first_epoch: the epoch about to run; lines of this and later epochs, left by a run that went further than
+                the checkpoint it is resumed from, are dropped from `metrics.jsonl`.
+        """
+        self.accelerator = accelerator
+        self.run_folder = run_folder
+        self.metrics_file = run_folder / "metrics.jsonl"
+        self.curve: list[tuple[int, float, float]] = []  # (epoch, reward mean, reward std)
+        if accelerator.is_main_process:
+            self._take_up(first_epoch)
+
+    def _take_up(self, first_epoch: int) -> None:
+        lines = self.metrics_file.read_text().splitlines() if self.metrics_file.exists() else []
+        kept = []
+        for line in lines:
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:  # torn by a crash
+                continue
+            if entry["epoch"] < first_epoch:
+                kept.append(line)
+                self._extend_curve(entry)
+        aside = self.metrics_file.with_suffix(".writing")
+        aside.write_text("".join(line + "\n" for line in kept))
+        aside.replace(self.metrics_file)
+
+    def _extend_curve(self, values: Mapping[str, Any]) -> None:
+        if "reward_mean" in values:
+            mean, std = (math.nan if values[k] is None else values[k] for k in ("reward_mean", "reward_std"))
+            self.curve.append((values["epoch"], mean, std))
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Log numbers and arrays; `values` must have "epoch"."""
+        if not self.accelerator.is_main_process:
+            return
+        self.accelerator.log(values, step=step)
+        line = {"step": step, **{k: _plain(v) for k, v in values.items()}}
+        with self.metrics_file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._extend_curve(line)
+
+    def log_images(
+        self, images: Sequence[np.ndarray], prompts: Sequence[str], rewards: Sequence[float], epoch: int, step: int
+    ) -> None:
+        """Pictures with their whole prompt and reward, to the dashboards and as `images/epoch_NNN.jpg`.
+
+        Args:
+            images: uint8 (H, W, 3) each.
+        """
+        if not images or not self.accelerator.is_main_process:
+            return
+        captions = [f"{prompt:s} | {reward:.2f}" for prompt, reward in zip(prompts, rewards, strict=True)]
+        for tracker in self.accelerator.trackers:
+            if tracker.name == "wandb":
+                import wandb
+
+                pictures = [
+                    wandb.Image(image, caption=caption) for image, caption in zip(images, captions, strict=True)
+                ]
+                tracker.log({"images": pictures}, step=step)
+            elif hasattr(tracker, "log_images"):
+                tracker.log_images({"images": np.stack(images)}, step=step)
+        folder = self.run_folder / "images"
+        folder.mkdir(exist_ok=True)
+        image_grid(images, captions).save(folder / f"epoch_{epoch:03d}.jpg", quality=90)
+
+    def draw_curve(self) -> None:
+        """Write `reward.png`: mean reward by epoch, with a band of one standard deviation."""
+        if not self.curve or not self.accelerator.is_main_process:
+            return
+        # The object interface: pyplot would look for a display.
+        from matplotlib.figure import Figure
+
+        epochs, means, stds = (np.array(column) for column in zip(*self.curve, strict=True))
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(epochs, means, marker=".", label="mean")
+        axes.fill_between(epochs, means - stds, means + stds, alpha=0.2, label="+- 1 standard deviation")
+        axes.set(xlabel="epoch", ylabel="reward", title=self.run_folder.name)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(self.run_folder / "reward.png", dpi=120)
+
+
+def image_grid(images: Sequence[np.ndarray], captions: Sequence[str], columns: int | None = None) -> Image.Image:
+    """Pictures in rows, each over its caption, which is broken into as many lines as it needs.
+
+    Args:
+        images: uint8 (H, W, 3), all of one size; pictures under 128 pixels are doubled to it.
+        columns: by default as many as make the grid about square.
+    """
+    columns = columns or math.ceil(math.sqrt(len(images)))
+    rows = math.ceil(len(images) / columns)
+    height, width = images[0].shape[:2]
+    scale = max(1, math.ceil(128 / width))
+    cell_width, picture_height = width * scale, height * scale
+    font = ImageFont.load_default(size=max(11, cell_width // 16))
+    wrapped = [_wrap(caption, font, cell_width - 4) for caption in captions]
+    line_height = math.ceil(font.size * 1.25)
+    caption_height = max(len(lines) for lines in wrapped) * line_height + 4
+    grid = Image.new("RGB", (columns * cell_width, rows * (picture_height + caption_height)), "white")
+    draw = ImageDraw.Draw(grid)
+    for i, (image, lines) in enumerate(zip(images, wrapped, strict=True)):
+        x, y = i % columns * cell_width, i // columns * (picture_height + caption_height)
+        grid.paste(Image.fromarray(image).resize((cell_width, picture_height), Image.Resampling.NEAREST), (x, y))
+        draw.text((x + 2, y + picture_height + 1), "\n".join(lines), fill="black", font=font, spacing=2)
+    return grid
+
+
+def _wrap(text: str, font: Any, width: float) -> list[str]:
+    """Break a text at spaces so that each line fits; a word too long for a line is broken where it must be."""
+    lines = [""]
+    for word in text.split():
+        candidate = f"{lines[-1]} {word}".strip()
+        if font.getlength(candidate) <= width:
+            lines[-1] = candidate
+            continue
+        if lines[-1]:
+            lines.append("")
+        for character in word:
+            if lines[-1] and font.getlength(lines[-1] + character) > width:
+                lines.append("")
+            lines[-1] += character
+    return lines

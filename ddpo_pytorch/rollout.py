@@ -1,0 +1,161 @@
+"""Prompts become images, trajectories and pending rewards; rewards become advantages.
+
+Rewards are computed in worker threads while the next batch is denoised. Knows nothing of configs or of the update.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from ddpo_pytorch.distributed import raise_together
+from ddpo_pytorch.policy import Policy
+from ddpo_pytorch.rewards import RewardFn, checked_rewards
+from ddpo_pytorch.stat_tracking import PerPromptStatTracker, normalize_rewards
+from ddpo_pytorch.trajectories import Trajectories
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Rollout:
+    """One process's samples of one epoch, n in all.
+
+    Attributes:
+        images: uint8 (n, H, W, 3), for people to look at.
+        pending: a future per batch, resolving to its rewards, float64 (B,).
+    """
+
+    prompts: list[str]
+    images: np.ndarray
+    trajectories: Trajectories
+    pending: list[Future]
+
+
+def draw_prompts(prompt_fn: Callable[..., tuple[str, dict]], kwargs: dict, count: int) -> tuple[list[str], list[dict]]:
+    """`count` prompts and their metadata, all at once: a reward thread that draws numbers cannot change the next."""
+    drawn = [prompt_fn(**kwargs) for _ in range(count)]
+    return [prompt for prompt, _ in drawn], [metadata for _, metadata in drawn]
+
+
+def score(
+    reward_fn: RewardFn, images: torch.Tensor, prompts: Sequence[str], metadata: Sequence[dict], name: str
+) -> np.ndarray:
+    """Call a reward function and check what it returns; runs in a worker thread.
+
+    Args:
+        images: float32 (B, 3, H, W) in [0, 1] on the CPU.
+        name: of the function, for messages.
+
+    Returns:
+        float64 (B,), NaN for a failed sample.
+    """
+    with torch.no_grad():  # thread-local, so the caller's does not reach here
+        result = reward_fn(images, list(prompts), list(metadata))
+    return checked_rewards(result, len(prompts), name)
+
+
+def sample_epoch(
+    policy: Policy,
+    prompts: Sequence[str],
+    metadata: Sequence[dict],
+    batch_size: int,
+    generator: torch.Generator,
+    reward_fn: RewardFn,
+    reward_name: str,
+    executor: ThreadPoolExecutor,
+    on_step: Callable[[], None],
+) -> Rollout:
+    """Denoise all prompts batch by batch, and hand each batch of finished images to the executor.
+
+    Args:
+        prompts: n, a multiple of batch_size.
+        on_step: called after every denoising step.
+    """
+    trajectories, images, pending = [], [], []
+    for start in range(0, len(prompts), batch_size):
+        batch = slice(start, start + batch_size)
+        batch_images, batch_trajectories = policy.sample(prompts[batch], generator, lambda *_: on_step())
+        batch_images = batch_images.cpu()
+        pending.append(executor.submit(score, reward_fn, batch_images, prompts[batch], metadata[batch], reward_name))
+        images.append((batch_images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy())
+        trajectories.append(batch_trajectories)
+    return Rollout(list(prompts), np.concatenate(images), Trajectories.cat(trajectories), pending)
+
+
+def collect_rewards(
+    accelerator: Accelerator,
+    pending: Sequence[Future],
+    reward_name: str,
+    max_failed_fraction: float,
+    on_batch: Callable[[], None],
+) -> np.ndarray:
+    """Wait for this process's rewards: float64 (n,), NaN for failed samples. Every process must call it.
+
+    Args:
+        on_batch: called when a batch's rewards are there.
+
+    Raises:
+        ProcessFailure: on every process, if a reward function raised on any, or too many samples failed on any.
+    """
+    error: Exception | None = None
+    rewards = []
+    for future in pending:
+        try:
+            rewards.append(future.result())
+        except Exception as e:
+            error = (
+                e
+                if isinstance(e, ValueError) and reward_name in str(e)
+                else RuntimeError(f"reward function {reward_name} raised {type(e).__name__}: {e}")
+            )
+            error.__cause__ = e if error is not e else None
+            break
+        on_batch()
+    if error is not None:
+        for future in pending:
+            future.cancel()
+    raise_together(accelerator, error)
+
+    result = np.concatenate(rewards)
+    failed = int(np.isnan(result).sum())
+    if failed > max_failed_fraction * len(result):
+        error = RuntimeError(
+            f"reward function {reward_name} failed for {failed} of {len(result)} samples, which is more than "
+            f"max_failed_fraction {max_failed_fraction}"
+        )
+    raise_together(accelerator, error)
+    return result
+
+
+def compute_advantages(tracker: PerPromptStatTracker | None, prompts: Sequence[str], rewards: np.ndarray) -> np.ndarray:
+    """Advantages of all processes' samples, float64 (n,); without a tracker, over the batch's mean and deviation."""
+    return normalize_rewards(rewards) if tracker is None else tracker.update(prompts, rewards)
+
+
+def gather_samples(
+    accelerator: Accelerator, prompts: Sequence[str], rewards: np.ndarray
+) -> tuple[list[str], np.ndarray]:
+    """Every process's prompts and rewards on every process, in the order of the processes."""
+    pairs = gather_object(list(zip(prompts, rewards.tolist(), strict=True)))
+    return [prompt for prompt, _ in pairs], np.array([reward for _, reward in pairs], dtype=np.float64)
+
+
+def gather_images(
+    accelerator: Accelerator, rollout: Rollout, rewards: np.ndarray, count: int
+) -> tuple[list[np.ndarray], list[str], list[float]]:
+    """About `count` of an epoch's images, spread evenly over processes and batches, on every process.
+
+    Returns:
+        Images, uint8 (H, W, 3), their prompts and their rewards.
+    """
+    share = min(len(rollout.prompts), -(-count // accelerator.num_processes))
+    chosen = np.linspace(0, len(rollout.prompts) - 1, share).round().astype(int).tolist()
+    picked = gather_object([(rollout.images[i], rollout.prompts[i], float(rewards[i])) for i in chosen])
+    images, prompts, values = zip(*picked, strict=True) if picked else ((), (), ())
+    return list(images), list(prompts), list(values)

@@ -1,0 +1,438 @@
+"""A config and a number of processes become a RunPlan: the batch arithmetic, and every user error it can tell.
+
+All of it before a model is loaded; this file imports neither torch nor diffusers.
+"""
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import inspect
+import random
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+import ddpo_pytorch.prompts
+import ddpo_pytorch.rewards
+
+
+class ConfigError(ValueError):
+    """The user asked for something that cannot work; the message is one line and says what would."""
+
+
+# --- the options: type, allowed values (as the message names them), default where the original had no such key
+
+Check = Callable[[Any], bool]
+POSITIVE: tuple[Check, str] = (lambda v: v > 0, "greater than 0")
+NOT_NEGATIVE: tuple[Check, str] = (lambda v: v >= 0, "0 or greater")
+ANY: tuple[Check, str] = (lambda v: True, "")
+SHARE: tuple[Check, str] = (lambda v: 0 < v <= 1, "greater than 0 and at most 1")
+BETA: tuple[Check, str] = (lambda v: 0 <= v < 1, "at least 0 and less than 1")
+REQUIRED = object()
+
+OPTIONS: dict[str, tuple[type, tuple[Check, str], Any]] = {
+    "run_name": (str, ANY, REQUIRED),
+    "seed": (int, NOT_NEGATIVE, REQUIRED),
+    "logdir": (str, ANY, REQUIRED),
+    "num_epochs": (int, POSITIVE, REQUIRED),
+    "save_freq": (int, POSITIVE, REQUIRED),
+    "num_checkpoint_limit": (int, POSITIVE, REQUIRED),
+    "mixed_precision": (str, (lambda v: v in ("no", "fp16", "bf16"), '"no", "fp16" or "bf16"'), REQUIRED),
+    "allow_tf32": (bool, ANY, REQUIRED),
+    "resume_from": (str, ANY, REQUIRED),
+    "use_lora": (bool, ANY, REQUIRED),
+    "log_with": (str, ANY, "wandb"),
+    "num_log_images": (int, NOT_NEGATIVE, 16),
+    "num_reward_workers": (int, POSITIVE, 2),
+    "max_failed_fraction": (float, (lambda v: 0 <= v <= 1, "from 0 to 1"), 0.1),
+    "cpu_threads": (int, NOT_NEGATIVE, 0),
+    "lora.rank": (int, POSITIVE, 4),
+    "lora.target_modules": (
+        tuple,
+        (lambda v: len(v) > 0 and all(isinstance(name, str) for name in v), "names of UNet layers"),
+        ("to_q", "to_k", "to_v", "to_out.0"),
+    ),
+    "pretrained.model": (str, (lambda v: v != "", "a hub id or a folder"), REQUIRED),
+    "pretrained.revision": (str, ANY, REQUIRED),
+    "sample.num_steps": (int, POSITIVE, REQUIRED),
+    "sample.eta": (
+        float,
+        (lambda v: 0 < v <= 1, "greater than 0 and at most 1: without noise in the steps they have no probability"),
+        REQUIRED,
+    ),
+    "sample.guidance_scale": (float, ANY, REQUIRED),
+    "sample.batch_size": (int, POSITIVE, REQUIRED),
+    "sample.num_batches_per_epoch": (int, POSITIVE, REQUIRED),
+    "train.batch_size": (int, POSITIVE, REQUIRED),
+    "train.use_8bit_adam": (bool, ANY, REQUIRED),
+    "train.learning_rate": (float, POSITIVE, REQUIRED),
+    "train.lr_warmup_steps": (int, NOT_NEGATIVE, 0),
+    "train.adam_beta1": (float, BETA, REQUIRED),
+    "train.adam_beta2": (float, BETA, REQUIRED),
+    "train.adam_weight_decay": (float, NOT_NEGATIVE, REQUIRED),
+    "train.adam_epsilon": (float, POSITIVE, REQUIRED),
+    "train.gradient_accumulation_steps": (int, POSITIVE, REQUIRED),
+    "train.max_grad_norm": (float, POSITIVE, REQUIRED),
+    "train.num_inner_epochs": (int, POSITIVE, REQUIRED),
+    "train.cfg": (bool, ANY, REQUIRED),
+    "train.adv_clip_max": (float, POSITIVE, REQUIRED),
+    "train.clip_range": (float, POSITIVE, REQUIRED),
+    "train.timestep_fraction": (float, SHARE, REQUIRED),
+    "train.max_skipped_steps": (int, POSITIVE, 20),
+    "prompt_fn": (str, ANY, REQUIRED),
+    "reward_fn": (str, ANY, REQUIRED),
+}
+# Dictionaries whose keys belong to somebody else's function, so that any key may be set.
+FREE_DICTS: dict[str, dict] = {"prompt_fn_kwargs": {}, "reward_fn_kwargs": {}}
+TRACKING = "per_prompt_stat_tracking"
+TRACKING_OPTIONS = ("buffer_size", "min_count")
+# Gone from the hub; the same weights are there under the other name.
+MOVED_MODELS = {"runwayml/stable-diffusion-v1-5": "stable-diffusion-v1-5/stable-diffusion-v1-5"}
+
+
+def _nearest(key: str, known: Sequence[str]) -> str:
+    matches = difflib.get_close_matches(key, known, n=1)
+    return f'; did you mean "{matches[0]}"?' if matches else f"; there are: {', '.join(known)}"
+
+
+# --- the config file and the command line
+
+
+def load_module(name: str, path: str) -> types.ModuleType:
+    """Run a python file as a module of that name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_config(spec: str) -> ConfigDict:
+    """What a config file's `get_config` returns.
+
+    Args:
+        spec: "path/to/config.py", or "path/to/config.py:NAME" to call get_config(NAME).
+
+    Raises:
+        ConfigError: no such file, or what get_config raised as ValueError: an unknown NAME.
+    """
+    path, has_name, name = (spec, "", "") if spec.endswith(".py") else spec.rpartition(":")
+    if not path.endswith(".py"):
+        raise ConfigError(f'--config must be PATH.py or PATH.py:NAME, got "{spec}"')
+    if not Path(path).is_file():
+        raise ConfigError(f'--config {spec}: there is no file "{path}" here ({Path.cwd()})')
+    if sys.version_info >= (3, 12):
+        # Config files of the original load their siblings through `imp`, which python no longer has.
+        sys.modules.setdefault("imp", types.SimpleNamespace(load_source=load_module))  # type: ignore[call-overload]
+    module = load_module("config_file", path)
+    if not hasattr(module, "get_config"):
+        raise ConfigError(f"--config {spec}: {path} has no function get_config")
+    try:
+        config = module.get_config(name) if has_name else module.get_config()
+    except ValueError as error:
+        raise ConfigError(f"--config {spec}: {error}") from error
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(f"--config {spec}: get_config must return an ml_collections.ConfigDict, got {type(config)}")
+    return config
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Take `--config.KEY=VALUE` and `--config.KEY VALUE` out of a command line.
+
+    Returns:
+        What is left of `argv`, and the (KEY, VALUE) pairs in order.
+    """
+    rest, overrides = [], []
+    arguments = iter(argv)
+    for argument in arguments:
+        key, equals, value = argument.lstrip("-").partition("=")
+        if not (argument.startswith("-") and key.startswith("config.")):
+            rest.append(argument)
+            continue
+        if not equals:
+            value = next(arguments, "")
+        overrides.append((key.removeprefix("config."), value))
+    return rest, overrides
+
+
+def _literal(text: str) -> Any:
+    """The Python value that a text spells, or else the text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _parsed(key: str, text: str, current: Any) -> Any:
+    """The value that `text` means for an option whose present value is `current`."""
+    if isinstance(current, str):
+        return text
+    if isinstance(current, bool):
+        if text.lower() not in ("true", "false", "1", "0"):
+            raise ConfigError(f'config.{key} must be True or False, got "{text}"')
+        return text.lower() in ("true", "1")
+    if isinstance(current, (tuple, list)) and not text.startswith(("(", "[")):
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    value = _literal(text)
+    if isinstance(current, (tuple, list)):
+        return tuple(value)
+    if isinstance(current, ConfigDict):
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(f'config.{key} must be None or a dictionary such as {{"key": 1}}, got "{text}"')
+        return value if value is None else ConfigDict(value)
+    return value
+
+
+def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) -> None:
+    """Set options from the command line, in place.
+
+    Any key of the config or of OPTIONS can be set, whole numbers to fractions too (the plan refuses what must be
+    whole), `per_prompt_stat_tracking` to None, and any entry of the kwargs dictionaries.
+
+    Raises:
+        ConfigError: unknown key (the nearest known one is named) or a text that is no value for it.
+    """
+    with_defaults(config)
+    with config.unlocked(), config.ignore_type():
+        for path, text in overrides:
+            *parents, key = path.split(".")
+            node: Any = config
+            for i, parent in enumerate(parents):
+                if not isinstance(node, ConfigDict) or parent not in node:
+                    raise ConfigError(f"unknown option config.{path}{_nearest(path, _known_keys(config))}")
+                if node[parent] is None and parents[: i + 1] == [TRACKING]:
+                    node[parent] = ConfigDict()
+                node = node[parent]
+            is_free = bool(parents) and (parents[0] in FREE_DICTS or parents == [TRACKING])
+            if not isinstance(node, ConfigDict) or (key not in node and not is_free):
+                raise ConfigError(f"unknown option config.{path}{_nearest(path, _known_keys(config))}")
+            node[key] = _parsed(path, text, node[key]) if key in node else _literal(text)
+
+
+def _known_keys(config: ConfigDict) -> list[str]:
+    own = [f"{k}.{kk}" for k, v in config.items() if isinstance(v, ConfigDict) and k not in FREE_DICTS for kk in v]
+    return sorted({*own, *OPTIONS, *FREE_DICTS, TRACKING})
+
+
+# --- the checks
+
+
+def with_defaults(config: ConfigDict) -> ConfigDict:
+    """Give a config written before an option existed that option's default, in place."""
+    with config.unlocked():
+        for key, (_, _, default) in OPTIONS.items():
+            section, _, name = key.rpartition(".")
+            if default is REQUIRED:
+                continue
+            node = config
+            if section:
+                if section not in config:
+                    config[section] = ConfigDict()
+                node = config[section]
+            if name not in node:
+                node[name] = default
+        for key, empty in FREE_DICTS.items():
+            if key not in config:
+                config[key] = ConfigDict(empty)
+    return config
+
+
+def _get(config: ConfigDict, key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        if not isinstance(node, ConfigDict) or part not in node:
+            raise ConfigError(f"config.{key} is missing; config/base.py has every option")
+        node = node[part]
+    return node
+
+
+def _check_value(key: str, value: Any) -> None:
+    kind, (is_allowed, allowed), _ = OPTIONS[key]
+    fits = {
+        bool: isinstance(value, bool),
+        int: isinstance(value, int) and not isinstance(value, bool),
+        float: isinstance(value, (int, float)) and not isinstance(value, bool) and value == value,
+        str: isinstance(value, str),
+        tuple: isinstance(value, (tuple, list)),
+    }[kind]
+    names = {bool: "True or False", int: "a whole number", float: "a number", str: "text", tuple: "a tuple"}
+    if not fits or not is_allowed(value):
+        raise ConfigError(f"config.{key} must be {names[kind]}{', ' + allowed if allowed else ''}; got {value!r}")
+
+
+def resolve_function(spec: str, shipped: types.ModuleType, option: str) -> Callable:
+    """The function that a config names.
+
+    Args:
+        spec: a name in the `__all__` of `shipped`, "package.module:function", or "path/to/file.py:function".
+        option: the config key, for messages.
+
+    Raises:
+        ConfigError: no such function, file or module.
+    """
+    location, _, name = spec.rpartition(":")
+    if not location:
+        names = shipped.__all__
+        if name not in names:
+            raise ConfigError(
+                f'config.{option} "{name}" is no function of {shipped.__name__}, which has {", ".join(names)}; '
+                'your own is "package.module:function" or "path/to/file.py:function"'
+            )
+        return getattr(shipped, name)
+    if location.endswith(".py"):
+        if not Path(location).is_file():
+            raise ConfigError(f'config.{option} "{spec}": there is no file "{location}" here ({Path.cwd()})')
+        module = load_module(Path(location).stem, location)
+    else:
+        try:
+            module = importlib.import_module(location)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f'config.{option} "{spec}": cannot import "{location}" ({error})') from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f'config.{option} "{spec}": "{location}" has no function "{name}"')
+    return function
+
+
+def _check_arguments(function: Callable, kwargs: dict, option: str) -> None:
+    try:
+        inspect.signature(function).bind(**kwargs)
+    except TypeError as error:
+        signature = f"{getattr(function, '__name__', function)}{inspect.signature(function)}"
+        raise ConfigError(f"config.{option}_kwargs {kwargs} do not fit {signature}: {error}") from error
+
+
+def _check_prompt_function(prompt_fn: Callable, kwargs: dict, name: str) -> None:
+    """Draw one prompt on trial: a missing file or a wrong result shows now, not after the model is loaded."""
+    state = random.getstate()
+    try:
+        result = prompt_fn(**kwargs)
+    except ValueError as error:
+        raise ConfigError(f"config.prompt_fn {name}: {error}") from error
+    finally:
+        random.setstate(state)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str)):
+        raise ConfigError(
+            f"config.prompt_fn {name} must return (prompt, metadata), text and a dictionary; got {result!r}"
+        )
+
+
+# --- the plan
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run will do. Sizes named `_per_process` count one process's share, `_total` all of them."""
+
+    config: ConfigDict
+    num_processes: int
+    samples_per_epoch_per_process: int
+    samples_per_epoch_total: int
+    batch_per_update_total: int
+    updates_per_inner_epoch: int
+    num_train_timesteps: int
+    prompt_fn: Callable[..., tuple[str, dict]]
+    reward_factory: Callable[..., Callable]
+
+    @property
+    def updates_per_epoch(self) -> int:
+        return self.updates_per_inner_epoch * self.config.train.num_inner_epochs
+
+    @property
+    def micro_batches_per_update(self) -> int:
+        return self.config.train.gradient_accumulation_steps * self.num_train_timesteps
+
+
+def make_plan(config: ConfigDict, num_processes: int) -> RunPlan:
+    """Check a config and work out its batch arithmetic.
+
+    Args:
+        config: as `get_config` returned it, overrides applied; options that it lacks get their defaults, in place.
+        num_processes: of all machines together.
+
+    Raises:
+        ConfigError: anything that cannot work, with the value given and what would be right.
+    """
+    with_defaults(config)
+    for key in OPTIONS:
+        _check_value(key, _get(config, key))
+    _check_tracking(config)
+    sample, train = config.sample, config.train
+    if config.pretrained.model in MOVED_MODELS:
+        with config.unlocked():
+            config.pretrained.model = MOVED_MODELS[config.pretrained.model]
+
+    # DDPO-IS compares two likelihoods of one step: both must come from the same formula.
+    if sample.guidance_scale > 1 and not train.cfg:
+        raise ConfigError(
+            f"train.cfg is False while sample.guidance_scale is {sample.guidance_scale}: training would score other "
+            "predictions than those sampled; set train.cfg True, or sample.guidance_scale 1.0"
+        )
+
+    # Rounded first, since 100 * 0.29 is 28.999999999999996.
+    num_train_timesteps = int(round(sample.num_steps * train.timestep_fraction, 6))
+    if num_train_timesteps < 1:
+        raise ConfigError(
+            f"train.timestep_fraction {train.timestep_fraction} of sample.num_steps {sample.num_steps} leaves no step "
+            f"to train on; it must be at least {1 / sample.num_steps:g}"
+        )
+
+    if sample.batch_size % train.batch_size:
+        raise ConfigError(
+            f"sample.batch_size ({sample.batch_size}) must be a multiple of train.batch_size ({train.batch_size})"
+        )
+    per_process = sample.batch_size * sample.num_batches_per_epoch
+    total = per_process * num_processes
+    per_update_per_process = train.batch_size * train.gradient_accumulation_steps
+    if total == 1:
+        raise ConfigError(
+            "one sample per epoch (sample.batch_size 1 x sample.num_batches_per_epoch 1 x 1 process) has nothing to be "
+            "compared with, so its advantage is always 0; sample at least 2"
+        )
+    if per_process % per_update_per_process:
+        raise ConfigError(
+            f"samples per epoch and process ({per_process} = sample.batch_size {sample.batch_size} x "
+            f"sample.num_batches_per_epoch {sample.num_batches_per_epoch}) must be a multiple of the samples per "
+            f"update and process ({per_update_per_process} = train.batch_size {train.batch_size} x "
+            f"train.gradient_accumulation_steps {train.gradient_accumulation_steps})"
+        )
+
+    prompt_fn = resolve_function(config.prompt_fn, ddpo_pytorch.prompts, "prompt_fn")
+    reward_factory = resolve_function(config.reward_fn, ddpo_pytorch.rewards, "reward_fn")
+    _check_arguments(prompt_fn, config.prompt_fn_kwargs.to_dict(), "prompt_fn")
+    _check_arguments(reward_factory, config.reward_fn_kwargs.to_dict(), "reward_fn")
+    _check_prompt_function(prompt_fn, config.prompt_fn_kwargs.to_dict(), config.prompt_fn)
+    return RunPlan(
+        config=config,
+        num_processes=num_processes,
+        samples_per_epoch_per_process=per_process,
+        samples_per_epoch_total=total,
+        batch_per_update_total=per_update_per_process * num_processes,
+        updates_per_inner_epoch=per_process // per_update_per_process,
+        num_train_timesteps=num_train_timesteps,
+        prompt_fn=prompt_fn,
+        reward_factory=reward_factory,
+    )
+
+
+def _check_tracking(config: ConfigDict) -> None:
+    tracking = _get(config, TRACKING)
+    if tracking is None:
+        return
+    if not isinstance(tracking, ConfigDict) or set(tracking) != set(TRACKING_OPTIONS):
+        raise ConfigError(f"config.{TRACKING} must be None or have {' and '.join(TRACKING_OPTIONS)}; got {tracking!r}")
+    for name in TRACKING_OPTIONS:
+        value = tracking[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"config.{TRACKING}.{name} must be a whole number, greater than 0; got {value!r}")
+    if tracking.buffer_size < tracking.min_count:
+        raise ConfigError(
+            f"config.{TRACKING}.buffer_size ({tracking.buffer_size}) must be at least min_count "
+            f"({tracking.min_count}): a smaller buffer never holds enough rewards to be used"
+        )
