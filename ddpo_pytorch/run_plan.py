@@ -204,6 +204,8 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
             *parents, key = path.split(".")
             node: Any = config
             for i, parent in enumerate(parents):
+                if i > 0 and parents[0] in FREE_DICTS and isinstance(node, ConfigDict):
+                    node[parent] = node.get(parent, ConfigDict())
                 if not isinstance(node, ConfigDict) or parent not in node:
                     raise ConfigError(f"unknown option config.{path}{_nearest(path, _known_keys(config))}")
                 if node[parent] is None and parents[: i + 1] == [TRACKING]:
@@ -315,6 +317,8 @@ def _check_prompt_function(prompt_fn: Callable, kwargs: dict, name: str) -> None
         result = prompt_fn(**kwargs)
     except ValueError as error:
         raise ConfigError(f"config.prompt_fn {name}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"config.prompt_fn {name} raised {type(error).__name__}: {error}") from error
     finally:
         random.setstate(state)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str)):
@@ -426,7 +430,8 @@ def _check_tracking(config: ConfigDict) -> None:
     if tracking is None:
         return
     if not isinstance(tracking, ConfigDict) or set(tracking) != set(TRACKING_OPTIONS):
-        raise ConfigError(f"config.{TRACKING} must be None or have {' and '.join(TRACKING_OPTIONS)}; got {tracking!r}")
+        given = tracking.to_dict() if isinstance(tracking, ConfigDict) else tracking
+        raise ConfigError(f"config.{TRACKING} must be None or have {' and '.join(TRACKING_OPTIONS)}; got {given!r}")
     for name in TRACKING_OPTIONS:
         value = tracking[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -121,7 +121,13 @@ SMALL_RUN = [
 
 def train(random_sd: Path, cwd: Path, *extra: str, num_processes: int = 1, config: str = "base.py") -> Path:
     """A run of a few seconds on the random model that must succeed; returns its folder."""
-    arguments = ["--config", str(ROOT / "config" / config), f"--config.pretrained.model={random_sd}", *SMALL_RUN, *extra]
+    arguments = [
+        "--config",
+        str(ROOT / "config" / config),
+        f"--config.pretrained.model={random_sd}",
+        *SMALL_RUN,
+        *extra,
+    ]
     result = launch(arguments, cwd, num_processes)
     assert result.returncode == 0, result.stdout + result.stderr
     return run_folder(cwd)

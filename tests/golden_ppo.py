@@ -43,9 +43,7 @@ class GoldenUpdate:
 
         scheduler = DDIMScheduler(**f["scheduler"])
         scheduler.set_timesteps(f["num_inference_steps"])
-        self.policy = Policy(
-            None, prepared_unet, scheduler, f["guidance_scale"], f["eta"], t["negative_prompt_embeds"]
-        )
+        self.policy = Policy(None, prepared_unet, scheduler, f["guidance_scale"], f["eta"], t["negative_prompt_embeds"])
         self.trajectories = Trajectories(
             latents=t["latents"],
             timesteps=t["timesteps"],

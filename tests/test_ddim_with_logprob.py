@@ -83,7 +83,7 @@ def test_recorded_timesteps_do_not_depend_on_the_scheduler_afterwards():
     t = torch.tensor([301, 201, 1])
     next_sample, before = ddim_step_with_logprob(scheduler, model_output, t, sample, eta=1.0)
     scheduler.set_timesteps(50)
-    arguments = dict(eta=1.0, prev_sample=next_sample, prev_timestep=t - 100)
+    arguments = {"eta": 1.0, "prev_sample": next_sample, "prev_timestep": t - 100}
     assert_close(ddim_step_with_logprob(scheduler, model_output, t, sample, **arguments)[1], before, rtol=0, atol=0)
 
 

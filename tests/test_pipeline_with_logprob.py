@@ -11,9 +11,13 @@ from ddpo_pytorch.diffusers_patch.pipeline_with_logprob import pipeline_with_log
 @pytest.mark.parametrize("eta", [0.0, 1.0])
 @pytest.mark.parametrize("guidance_scale", [1.0, 5.0])
 def test_images_equal_the_stock_pipeline(pipeline, eta, guidance_scale):
-    arguments = dict(
-        prompt=["a cat", "dog"], num_inference_steps=5, eta=eta, guidance_scale=guidance_scale, num_images_per_prompt=2
-    )
+    arguments = {
+        "prompt": ["a cat", "dog"],
+        "num_inference_steps": 5,
+        "eta": eta,
+        "guidance_scale": guidance_scale,
+        "num_images_per_prompt": 2,
+    }
     stock = pipeline(**arguments, output_type="pt", generator=torch.Generator().manual_seed(1)).images
     images, nsfw, latents, log_probs = pipeline_with_logprob(
         pipeline, **arguments, output_type="pt", generator=torch.Generator().manual_seed(1)

@@ -1,0 +1,338 @@
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from ml_collections import ConfigDict
+
+from ddpo_pytorch.run_plan import (
+    FREE_DICTS,
+    OPTIONS,
+    REQUIRED,
+    TRACKING,
+    ConfigError,
+    apply_overrides,
+    load_config,
+    make_plan,
+    split_overrides,
+)
+
+BASE = str(ROOT / "config" / "base.py")
+DGX = str(ROOT / "config" / "dgx.py")
+TINY = str(ROOT / "config" / "tiny.py")
+
+
+def config_with(*arguments: str, spec: str = BASE) -> ConfigDict:
+    config = load_config(spec)
+    rest, overrides = split_overrides(list(arguments))
+    assert rest == []
+    apply_overrides(config, overrides)
+    return config
+
+
+def plan_with(*arguments: str, spec: str = BASE, num_processes: int = 1):
+    return make_plan(config_with(*arguments, spec=spec), num_processes)
+
+
+# --- the shipped configs
+
+
+def test_base_has_the_defaults_of_the_original():
+    config = load_config(BASE).to_dict()
+    original = {
+        "run_name": "",
+        "seed": 42,
+        "logdir": "logs",
+        "num_epochs": 100,
+        "save_freq": 20,
+        "num_checkpoint_limit": 5,
+        "mixed_precision": "fp16",
+        "allow_tf32": True,
+        "resume_from": "",
+        "use_lora": True,
+        "prompt_fn": "imagenet_animals",
+        "prompt_fn_kwargs": {},
+        "reward_fn": "jpeg_compressibility",
+        "per_prompt_stat_tracking": {"buffer_size": 16, "min_count": 16},
+        "sample": {"num_steps": 50, "eta": 1.0, "guidance_scale": 5.0, "batch_size": 1, "num_batches_per_epoch": 2},
+    }
+    assert {k: config[k] for k in original} == original
+    train = {
+        "batch_size": 1,
+        "use_8bit_adam": False,
+        "learning_rate": 3e-4,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_weight_decay": 1e-4,
+        "adam_epsilon": 1e-8,
+        "gradient_accumulation_steps": 1,
+        "max_grad_norm": 1.0,
+        "num_inner_epochs": 1,
+        "cfg": True,
+        "adv_clip_max": 5,
+        "clip_range": 1e-4,
+        "timestep_fraction": 1.0,
+    }
+    assert {k: config["train"][k] for k in train} == train
+    assert config["pretrained"] == {
+        "model": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+        "revision": "main",
+    }
+
+
+def test_base_has_every_option_with_the_default_that_older_configs_get():
+    config = load_config(BASE)
+    flat = {f"{k}.{kk}": vv for k, v in config.items() if isinstance(v, ConfigDict) for kk, vv in v.items()}
+    flat |= {k: v for k, v in config.items() if not isinstance(v, ConfigDict)}
+    assert set(flat) - {f"{TRACKING}.buffer_size", f"{TRACKING}.min_count"} == set(OPTIONS)
+    assert set(FREE_DICTS) < set(config)
+    for key, (_, _, default) in OPTIONS.items():
+        if default is not REQUIRED:
+            assert flat[key] == default, key
+
+
+@pytest.mark.parametrize(
+    "name, num_processes, samples, batch, updates, epochs",
+    [
+        ("compressibility", 8, 256, 64, 4, 100),
+        ("incompressibility", 8, 256, 64, 4, 100),
+        ("aesthetic", 8, 256, 128, 2, 200),
+        ("prompt_image_alignment", 6, 288, 144, 2, 200),
+    ],
+)
+def test_dgx_has_the_published_batch_arithmetic(name, num_processes, samples, batch, updates, epochs):
+    config = load_config(f"{DGX}:{name}")
+    if name in ("aesthetic", "prompt_image_alignment"):
+        assert config.reward_fn == {"aesthetic": "aesthetic_score", "prompt_image_alignment": "llava_bertscore"}[name]
+        config.reward_fn = "jpeg_compressibility"  # only the arithmetic is looked at here
+    plan = make_plan(config, num_processes)
+    assert (plan.samples_per_epoch_total, plan.batch_per_update_total, plan.updates_per_epoch) == (
+        samples,
+        batch,
+        updates,
+    )
+    assert config.num_epochs == epochs and config.pretrained.model == "CompVis/stable-diffusion-v1-4"
+
+
+@pytest.mark.parametrize("name", ["", ":", ":nonsense"])
+def test_dgx_without_a_known_name_lists_what_there_is(name):
+    with pytest.raises(ConfigError, match="compressibility, incompressibility, aesthetic, prompt_image_alignment"):
+        load_config(DGX + name)
+
+
+def test_tiny_has_its_experiments():
+    assert load_config(TINY).reward_fn == load_config(f"{TINY}:compressibility").reward_fn == "jpeg_compressibility"
+    assert load_config(f"{TINY}:incompressibility").reward_fn == "jpeg_incompressibility"
+    with pytest.raises(ConfigError, match='"x".*compressibility, incompressibility'):
+        load_config(f"{TINY}:x")
+    plan_with(spec=TINY)
+
+
+# --- configs and files of one's own
+
+
+def test_a_config_written_for_the_original_runs_unchanged(tmp_path):
+    """It has none of the later options, loads its sibling through `imp`, and names the model that left the hub."""
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import imp, os\n"
+        "base = imp.load_source('base', os.path.join(os.path.dirname(__file__), 'base.py'))\n"
+        "def get_config():\n"
+        "    config = base.get_config()\n"
+        "    config.train.adv_clip_max = 3\n"
+        "    return config\n"
+    )
+    (tmp_path / "base.py").write_text(
+        "import ml_collections\n"
+        "def get_config():\n"
+        "    config = ml_collections.ConfigDict(" + repr(original_config()) + ")\n"
+        "    return config\n"
+    )
+    plan = make_plan(load_config(str(own)), 1)
+    assert (
+        plan.config.lora.rank == 4
+        and plan.config.train.adv_clip_max == 3
+        and plan.config.reward_fn_kwargs.to_dict() == {}
+    )
+    assert plan.config.pretrained.model == "stable-diffusion-v1-5/stable-diffusion-v1-5"
+
+
+def original_config() -> dict:
+    config = load_config(BASE).to_dict()
+    for key, (_, _, default) in OPTIONS.items():
+        section, _, name = key.rpartition(".")
+        if default is not REQUIRED:
+            del (config[section] if section else config)[name]
+    del config["lora"], config["reward_fn_kwargs"]
+    config["pretrained"]["model"] = "runwayml/stable-diffusion-v1-5"
+    return config
+
+
+@pytest.mark.parametrize(
+    "spec, says",
+    [
+        ("none.py", "no file"),
+        ("config/base", "PATH.py"),
+        ("own.py", "no function get_config"),
+        ("bad.py", "ConfigDict"),
+    ],
+)
+def test_files_that_are_no_configs_are_refused(tmp_path, monkeypatch, spec, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("x = 1\n")
+    (tmp_path / "bad.py").write_text("def get_config():\n    return {}\n")
+    with pytest.raises(ConfigError, match=says):
+        load_config(spec)
+
+
+def test_functions_may_come_from_a_file_or_a_module(tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "def prompt(word='x'):\n    return word, {}\n"
+        "def reward(scale=1):\n    return lambda images, prompts, metadata: [scale] * len(prompts)\n"
+    )
+    plan = plan_with(
+        f"--config.prompt_fn={mine}:prompt", "--config.prompt_fn_kwargs.word=hello", f"--config.reward_fn={mine}:reward"
+    )
+    assert plan.prompt_fn(**plan.config.prompt_fn_kwargs) == ("hello", {})
+    assert plan.reward_factory(scale=3)(None, ["a", "b"], [{}, {}]) == [3, 3]
+    plan = plan_with("--config.reward_fn=ddpo_pytorch.rewards:jpeg_incompressibility")
+    assert plan.reward_factory.__name__ == "jpeg_incompressibility"
+
+
+# --- the command line
+
+
+def test_overrides_are_taken_out_of_the_command_line():
+    argv = ["train.py", "--config", "a.py", "--config.seed=1", "--config.logdir", "x", "-config.run_name=a=b"]
+    assert split_overrides(argv) == (argv[:3], [("seed", "1"), ("logdir", "x"), ("run_name", "a=b")])
+
+
+def test_every_kind_of_option_can_be_set():
+    config = config_with(
+        "--config.train.adv_clip_max=2.5",
+        "--config.train.learning_rate=1",
+        "--config.use_lora=False",
+        "--config.run_name=007",
+        "--config.lora.target_modules=to_q,to_k",
+        "--config.per_prompt_stat_tracking=None",
+        "--config.prompt_fn_kwargs.path=animals.txt",
+        "--config.prompt_fn_kwargs.low=3",
+        "--config.reward_fn_kwargs={'a': 1, 'b': [1, 2]}",
+        "--config.reward_fn_kwargs.c.d=0.5",
+    )
+    assert config.train.adv_clip_max == 2.5 and config.train.learning_rate == 1 and config.use_lora is False
+    assert config.run_name == "007" and config.lora.target_modules == ("to_q", "to_k")
+    assert config.per_prompt_stat_tracking is None
+    assert config.prompt_fn_kwargs.to_dict() == {"path": "animals.txt", "low": 3}
+    assert config.reward_fn_kwargs.to_dict() == {"a": 1, "b": [1, 2], "c": {"d": 0.5}}
+    make_plan(config_with("--config.per_prompt_stat_tracking=None"), 1)
+
+
+def test_tracking_that_a_config_left_out_can_be_turned_on():
+    config = load_config(BASE)
+    config.per_prompt_stat_tracking = None
+    apply_overrides(
+        config, [("per_prompt_stat_tracking.buffer_size", "8"), ("per_prompt_stat_tracking.min_count", "4")]
+    )
+    assert make_plan(config, 1).config.per_prompt_stat_tracking.to_dict() == {"buffer_size": 8, "min_count": 4}
+
+
+@pytest.mark.parametrize(
+    "key", [*OPTIONS, "per_prompt_stat_tracking.buffer_size", "per_prompt_stat_tracking.min_count"]
+)
+def test_every_option_can_be_set_on_the_command_line(key):
+    default = config_with()
+    for part in key.split("."):
+        default = default[part]
+    text = ",".join(default) if isinstance(default, tuple) else str(default)
+    value = config_with(f"--config.{key}={text}")
+    for part in key.split("."):
+        value = value[part]
+    assert value == default and type(value) is type(default)
+
+
+@pytest.mark.parametrize(
+    "argument, says",
+    [
+        ("--config.train.lerning_rate=1", 'did you mean "train.learning_rate"'),
+        ("--config.tain.learning_rate=1", 'did you mean "train.learning_rate"'),
+        ("--config.seed.x=1", "unknown option config.seed.x"),
+        ("--config.use_lora=maybe", 'True or False, got "maybe"'),
+        ("--config.per_prompt_stat_tracking=3", "None or a dictionary"),
+    ],
+)
+def test_wrong_overrides_are_refused(argument, says):
+    with pytest.raises(ConfigError, match=says):
+        config_with(argument)
+
+
+# --- what cannot work
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["sample.batch_size=8", "train.batch_size=3"], r"sample.batch_size \(8\).*multiple of train.batch_size \(3\)"),
+        (["train.gradient_accumulation_steps=3"], r"samples per epoch and process \(2 .*multiple of.* \(3 "),
+        (["sample.num_batches_per_epoch=1"], "one sample per epoch"),
+        (["sample.eta=0.0"], "config.sample.eta .* 0.0"),
+        (["sample.eta=1.5"], "config.sample.eta .* 1.5"),
+        (["train.timestep_fraction=0.01"], "timestep_fraction 0.01 of sample.num_steps 50 leaves no step .* 0.02"),
+        (["train.timestep_fraction=1.5"], "timestep_fraction .* at most 1; got 1.5"),
+        (["train.cfg=False"], "train.cfg is False while sample.guidance_scale is 5.0"),
+        (["per_prompt_stat_tracking.buffer_size=8"], r"buffer_size \(8\) must be at least min_count \(16\)"),
+        (["per_prompt_stat_tracking.min_count=0"], "min_count .* greater than 0; got 0"),
+        (["per_prompt_stat_tracking={'buffer_size': 8}"], "buffer_size and min_count"),
+        (["prompt_fn=no_such"], 'prompt_fn "no_such".*imagenet_animals.*path/to/file.py:function'),
+        (["reward_fn=no_such"], 'reward_fn "no_such".*jpeg_compressibility'),
+        (["reward_fn=to_uint8"], 'reward_fn "to_uint8"'),
+        (["reward_fn=none.py:f"], 'no file "none.py"'),
+        (["reward_fn=no.such.module:f"], 'cannot import "no.such.module"'),
+        (["reward_fn=ddpo_pytorch.rewards:f"], 'has no function "f"'),
+        (["reward_fn_kwargs.x=1"], r"reward_fn_kwargs \{'x': 1\} do not fit jpeg_compressibility\(\)"),
+        (["prompt_fn=from_file"], "prompt_fn_kwargs {} do not fit from_file.*path"),
+        (["prompt_fn=from_file", "prompt_fn_kwargs.path=none.txt"], 'no prompt file "none.txt"'),
+        (["prompt_fn=json:loads", "prompt_fn_kwargs.s='[1]'"], r"must return \(prompt, metadata\).*got \[1\]"),
+        (["prompt_fn=json:loads", "prompt_fn_kwargs.s=1"], "prompt_fn json:loads raised TypeError: the JSON"),
+        (["train.batch_size=0"], "train.batch_size must be a whole number, greater than 0; got 0"),
+        (["train.batch_size=1.5"], "train.batch_size must be a whole number, greater than 0; got 1.5"),
+        (["num_epochs=many"], "num_epochs must be a whole number.*got 'many'"),
+        (["train.learning_rate=nan"], "train.learning_rate must be a number.*got 'nan'"),
+        (["mixed_precision=fp8"], "mixed_precision must be.*fp16.*got 'fp8'"),
+        (["pretrained.model="], "pretrained.model must be .*a hub id or a folder; got ''"),
+        (["lora.rank=0"], "lora.rank"),
+        (["lora.target_modules=()"], "lora.target_modules"),
+        (["max_failed_fraction=2"], "max_failed_fraction must be a number, from 0 to 1; got 2"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_would(arguments, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        plan_with(*(f"--config.{argument}" for argument in arguments))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_option_is_named():
+    config = load_config(BASE)
+    with config.unlocked():
+        del config.train["clip_range"]
+    with pytest.raises(ConfigError, match="config.train.clip_range is missing"):
+        make_plan(config, 1)
+
+
+def test_without_guidance_train_cfg_is_free():
+    plan_with("--config.train.cfg=False", "--config.sample.guidance_scale=1.0")
+
+
+@pytest.mark.parametrize("fraction, steps", [(1.0, 100), (0.29, 29), (0.5, 50), (0.999, 99)])
+def test_timestep_fraction_is_a_share_of_the_steps(fraction, steps):
+    plan = plan_with("--config.sample.num_steps=100", f"--config.train.timestep_fraction={fraction}")
+    assert plan.num_train_timesteps == steps
+
+
+def test_planning_needs_no_torch():
+    code = (
+        "import sys, ddpo_pytorch.run_plan as r; r.make_plan(r.load_config('config/base.py'), 1);"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'diffusers', 'accelerate')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
