@@ -160,6 +160,23 @@ def read_state(checkpoint: Path) -> TrainingState:
         raise ConfigError(f"{checkpoint / STATE_FILE} is not a training state of this program: {error}") from error
 
 
+def find_resumed(resume_from: str, num_epochs: int) -> tuple[Path | None, TrainingState | None]:
+    """The checkpoint to go on from and its state; (None, None) for a new run.
+
+    Raises:
+        ConfigError: none there, or one that has all the epochs already.
+    """
+    if not resume_from:
+        return None, None
+    checkpoint = find_checkpoint(resume_from)
+    state = read_state(checkpoint)
+    if state.epoch >= num_epochs:
+        raise ConfigError(
+            f"{checkpoint} has {state.epoch} epochs already, and config.num_epochs is {num_epochs}; raise it to go on"
+        )
+    return checkpoint, state
+
+
 def check_identity(saved: ModelIdentity, present: ModelIdentity, checkpoint: Path) -> None:
     """Refuse a checkpoint of another model.
 

@@ -187,6 +187,15 @@ class RunLog:
         figure.savefig(self.run_folder / "reward.png", dpi=120)
 
 
+def summary(values: Mapping[str, Any]) -> str:
+    """An epoch in one line."""
+    skipped = f", {values['policy/skipped_steps']} updates skipped" if values["policy/skipped_steps"] else ""
+    return (
+        f"epoch {values['epoch']}: reward {values['reward_mean']:.4g} +- {values['reward_std']:.3g}, "
+        f"logp_gap {values['policy/logp_gap']:.1e}, {values['time/epoch_s']:.1f} s{skipped}"
+    )
+
+
 def image_grid(images: Sequence[np.ndarray], captions: Sequence[str], columns: int | None = None) -> Image.Image:
     """Pictures in rows, each over its caption, which is broken into as many lines as it needs.
 

@@ -8,11 +8,13 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from diffusers.utils import logging as diffusers_logging
 from peft import LoraConfig
+from transformers.utils import logging as transformers_logging
 
 from ddpo_pytorch.diffusers_patch.ddim_with_logprob import ddim_std, ddim_step_with_logprob, previous_timesteps
 from ddpo_pytorch.diffusers_patch.guidance import predict_noise, uses_guidance
@@ -110,6 +112,7 @@ def load_pipeline(model: str, revision: str, scheduler: DDIMScheduler) -> Stable
         ConfigError: the model cannot be reached.
     """
     diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     try:
         pipeline = StableDiffusionPipeline.from_pretrained(
             model, revision=revision, scheduler=scheduler, safety_checker=None, requires_safety_checker=False
@@ -121,6 +124,11 @@ def load_pipeline(model: str, revision: str, scheduler: DDIMScheduler) -> Stable
         # eval() throughout, in training too: dropout would make a second forward pass another policy.
         module.requires_grad_(False).eval()
     return pipeline
+
+
+def move(module: torch.nn.Module, **where: Any) -> None:
+    """`module.to(device=..., dtype=...)` as torch has it; diffusers' own warns of a loss that is meant here."""
+    torch.nn.Module.to(module, **where)
 
 
 def unet_fingerprint(unet: UNet2DConditionModel) -> str:
@@ -146,7 +154,7 @@ def make_trainable(
     if not use_lora:
         unet.requires_grad_(True)
         return
-    unet.to(dtype=weight_dtype)
+    move(unet, dtype=weight_dtype)
     config = LoraConfig(
         r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=list(target_modules), lora_dropout=0.0
     )

@@ -146,6 +146,12 @@ def gather_samples(
     return [prompt for prompt, _ in pairs], np.array([reward for _, reward in pairs], dtype=np.float64)
 
 
+def own_share(accelerator: Accelerator, values: np.ndarray) -> torch.Tensor:
+    """This process's part of values in the order of `gather_samples`: float32 (n / processes,) on its device."""
+    share = np.split(values, accelerator.num_processes)[accelerator.process_index]
+    return torch.as_tensor(share, dtype=torch.float32, device=accelerator.device)
+
+
 def gather_images(
     accelerator: Accelerator, rollout: Rollout, rewards: np.ndarray, count: int
 ) -> tuple[list[np.ndarray], list[str], list[float]]:

@@ -349,8 +349,15 @@ class RunPlan:
         return self.updates_per_inner_epoch * self.config.train.num_inner_epochs
 
     @property
-    def micro_batches_per_update(self) -> int:
-        return self.config.train.gradient_accumulation_steps * self.num_train_timesteps
+    def micro_batches_per_epoch(self) -> int:
+        """Of one process."""
+        groups = self.updates_per_epoch * self.config.train.gradient_accumulation_steps
+        return groups * self.num_train_timesteps
+
+    @property
+    def denoising_steps_per_epoch(self) -> int:
+        """Of one process, a whole batch at a time."""
+        return self.config.sample.num_batches_per_epoch * self.config.sample.num_steps
 
 
 def make_plan(config: ConfigDict, num_processes: int) -> RunPlan:

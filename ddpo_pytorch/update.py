@@ -33,6 +33,21 @@ def learning_rate_at(update: int, learning_rate: float, warmup_steps: int) -> fl
     return learning_rate * min(1.0, (update + 1) / (warmup_steps + 1))
 
 
+def count_skipped(result: UpdateResult, skipped_in_a_row: int, max_skipped_steps: int) -> int:
+    """How many updates in a row were skipped, this one included.
+
+    Raises:
+        RuntimeError: max_skipped_steps of them.
+    """
+    skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
+    if skipped_in_a_row >= max_skipped_steps:
+        raise RuntimeError(
+            f"the gradients of {skipped_in_a_row} updates in a row were not finite (train.max_skipped_steps); the last "
+            "checkpoint is good. Try a lower train.learning_rate, or mixed_precision bf16 or no"
+        )
+    return skipped_in_a_row
+
+
 def optimizer_step(
     accelerator: Accelerator,
     policy: Policy,

@@ -14,8 +14,8 @@ def drawn(function, count=300, **kwargs):
 @pytest.mark.parametrize(
     "function, size, first, last",
     [
-        (prompts.imagenet_all, 999, "tench, Tinca tinca", "toilet tissue, toilet paper, bathroom tissue"),
         # of 1,000 classes two are called "crane", the bird and the machine
+        (prompts.imagenet_all, 999, "tench, Tinca tinca", "toilet tissue, toilet paper, bathroom tissue"),
         (prompts.imagenet_animals, 398, "tench, Tinca tinca", "puffer, pufferfish, blowfish, globefish"),
         (prompts.imagenet_dogs, 118, "Chihuahua", "Mexican hairless"),
         (prompts.simple_animals, 45, "cat", "kangaroo"),

@@ -1,0 +1,147 @@
+"""How a run starts: its process group, its folder, its progress bars, and what it says about itself.
+
+The one module besides the plan that reads the config.
+"""
+
+import datetime
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
+from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, broadcast_object_list
+from ml_collections import ConfigDict
+from tqdm import tqdm
+
+from ddpo_pytorch import checkpoints, metrics, policy
+from ddpo_pytorch.distributed import raise_together
+from ddpo_pytorch.run_plan import ConfigError, RunPlan
+
+Item = TypeVar("Item")
+
+
+class ProgressBar(tqdm):
+    """A bar on the main process's terminal, and nowhere else; it vanishes when done."""
+
+    def __init__(self, title: str, total: int, accelerator: Accelerator) -> None:
+        hidden = None if accelerator.is_main_process else True  # None: hidden unless on a terminal
+        super().__init__(desc=title, total=total, disable=hidden, leave=False, dynamic_ncols=True)
+
+    def over(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yield items, and advance as each has been used."""
+        for item in items:
+            yield item
+            self.update()
+
+
+def make_accelerator(config: ConfigDict) -> Accelerator:
+    """Process group, device and precision of this process, with the dashboards that the config asks for.
+
+    Raises:
+        ConfigError: an unknown tracker or one that is not installed.
+    """
+    names = [name.strip() for name in config.log_with.split(",") if name.strip()]
+    known = sorted(str(name) for name in LOGGER_TYPE_TO_CLASS)
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f'config.log_with "{name}" is no tracker of Accelerate, which has {", ".join(known)}; "" is none'
+            )
+        if not filter_trackers([name], config.logdir):
+            raise ConfigError(f'config.log_with "{name}" needs a package that is not here: pip install {name}')
+    # float32 products in TensorFloat-32, or exactly
+    torch.set_float32_matmul_precision("high" if config.allow_tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = config.allow_tf32
+    accelerator = Accelerator(
+        mixed_precision=config.mixed_precision,
+        log_with=names,
+        project_config=ProjectConfiguration(project_dir=config.logdir, logging_dir=config.logdir),
+        # A UNet has no buffers that training changes.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    if config.cpu_threads and accelerator.device.type == "cpu":
+        torch.set_num_threads(max(1, config.cpu_threads // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    return accelerator
+
+
+def open_run_folder(
+    accelerator: Accelerator,
+    config: ConfigDict,
+    checkpoint: Path | None,
+    resumed: checkpoints.TrainingState | None,
+) -> tuple[str, Path]:
+    """The run's name and folder, the same on every process: a new one, or the one that is resumed.
+
+    Writes `config.json` there: the resolved config, the number of processes and the packages' versions.
+    """
+    if checkpoint is not None and resumed is not None:
+        run_name = resumed.run_name
+        in_run_folder = checkpoint.resolve().parent.name == "checkpoints"
+        run_folder = checkpoint.resolve().parents[1] if in_run_folder else Path(config.logdir) / run_name
+    else:
+        date = datetime.datetime.now().strftime("%Y.%m.%d_%H.%M.%S")
+        [run_name] = broadcast_object_list([f"{config.run_name}_{date}" if config.run_name else date])
+        run_folder = Path(config.logdir) / run_name
+    error = None
+    if accelerator.is_main_process:
+        try:
+            run_folder.mkdir(parents=True, exist_ok=resumed is not None)
+            if checkpoint is not None:
+                checkpoints.set_aside_newer(run_folder / "checkpoints", checkpoint)
+            document = {
+                "config": config.to_dict(),
+                "num_processes": accelerator.num_processes,
+                "versions": metrics.package_versions(),
+            }
+            (run_folder / "config.json").write_text(json.dumps(document, indent=2))
+        except OSError as e:
+            error = e
+    raise_together(accelerator, error)
+    accelerator.project_configuration.logging_dir = str(run_folder)
+    return run_name, run_folder
+
+
+def save_together(
+    accelerator: Accelerator,
+    run_folder: Path,
+    unet: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: checkpoints.TrainingState,
+    num_checkpoint_limit: int,
+) -> None:
+    """Write a checkpoint on the main process; an error there is an error on every process."""
+    error = None
+    if accelerator.is_main_process:
+        folder = run_folder / "checkpoints"
+        try:
+            checkpoints.save_checkpoint(folder, unet, optimizer.state_dict(), state, num_checkpoint_limit)
+        except Exception as e:
+            error = e
+    raise_together(accelerator, error)
+
+
+def describe(
+    plan: RunPlan, accelerator: Accelerator, model: policy.Policy, run_folder: Path, checkpoint: Path | None
+) -> str:
+    """The plan, for people."""
+    config, device, processes = plan.config, accelerator.device, f"{plan.num_processes} processes"
+    sample, train = config.sample, config.train
+    trainable = sum(p.numel() for p in policy.trainable_parameters(model.unet))
+    kind = f"LoRA of rank {config.lora.rank}" if config.use_lora else "whole UNet"
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    lines: dict[str, Any] = {
+        "samples per epoch": f"{plan.samples_per_epoch_total} = {sample.batch_size} x {sample.num_batches_per_epoch} "
+        f"batches x {processes}, {sample.num_steps} steps each",
+        "batch per update": f"{plan.batch_per_update_total} = {train.batch_size} x "
+        f"{train.gradient_accumulation_steps} accumulated x {processes}, {plan.num_train_timesteps} steps each",
+        "updates per epoch": f"{plan.updates_per_epoch}, over {config.num_epochs} epochs",
+        "model": f"{config.pretrained.model}, {kind}, {trainable:,} trainable parameters",
+        "device": f"{device} ({hardware}), mixed precision {config.mixed_precision}",
+        "prompts, reward": f"{config.prompt_fn}, {config.reward_fn}",
+        "run folder": f"{run_folder}" + (f", resumed from {checkpoint.name}" if checkpoint else ""),
+    }
+    return "\n".join(f"{name + ':':<19}{value}" for name, value in lines.items())

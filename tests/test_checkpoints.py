@@ -1,0 +1,210 @@
+import dataclasses
+import json
+import pickle
+
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+from torch.testing import assert_close
+
+from ddpo_pytorch import policy
+from ddpo_pytorch.checkpoints import (
+    ModelIdentity,
+    TrainingState,
+    check_identity,
+    find_checkpoint,
+    find_resumed,
+    list_checkpoints,
+    read_state,
+    restore_optimizer,
+    restore_weights,
+    save_checkpoint,
+    set_aside_newer,
+)
+from ddpo_pytorch.run_plan import ConfigError
+
+ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
+LORA = ModelIdentity("a/model", "0123", True, 4, ATTENTION)
+FULL = ModelIdentity("a/model", "0123", False, None, None)
+
+
+def trained(random_sd, use_lora=True, use_8bit_adam=False):
+    """A pipeline whose trained weights have moved, and its optimizer."""
+    pipeline = StableDiffusionPipeline.from_pretrained(random_sd, safety_checker=None)
+    pipeline.set_progress_bar_config(disable=True)
+    unet = pipeline.unet.requires_grad_(False)
+    torch.manual_seed(1)
+    policy.make_trainable(unet, use_lora, 4, ATTENTION, torch.float32)
+    parameters = policy.trainable_parameters(unet)
+    optimizer = policy.make_optimizer(parameters, 0.05, (0.9, 0.999), 1e-4, 1e-8, use_8bit_adam)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return pipeline, optimizer
+
+
+def state(epoch=1, model=LORA):
+    return TrainingState(epoch=epoch, global_step=7, run_name="run", seed=42, model=model, stat_tracker={"a": [0.1]})
+
+
+def save(tmp_path, random_sd, epochs=(1,), limit=5, use_lora=True):
+    pipeline, optimizer = trained(random_sd, use_lora)
+    for epoch in epochs:
+        save_checkpoint(
+            tmp_path, pipeline.unet, optimizer.state_dict(), state(epoch, LORA if use_lora else FULL), limit
+        )
+    return pipeline, optimizer
+
+
+@pytest.mark.parametrize("use_lora", [True, False])
+@pytest.mark.parametrize("use_8bit_adam", [True, False])
+def test_weights_and_optimizer_come_back_bit_for_bit(tmp_path, random_sd, use_lora, use_8bit_adam):
+    if use_8bit_adam:
+        pytest.importorskip("bitsandbytes")
+    pipeline, optimizer = trained(random_sd, use_lora, use_8bit_adam)
+    checkpoint = save_checkpoint(
+        tmp_path, pipeline.unet, optimizer.state_dict(), state(model=LORA if use_lora else FULL), 5
+    )
+    assert checkpoint == tmp_path / "checkpoint_1"
+    assert read_state(checkpoint) == state(model=LORA if use_lora else FULL)
+
+    fresh = StableDiffusionPipeline.from_pretrained(random_sd, safety_checker=None).unet.requires_grad_(False)
+    policy.make_trainable(fresh, use_lora, 4, ATTENTION, torch.float32)
+    fresh_optimizer = policy.make_optimizer(
+        policy.trainable_parameters(fresh), 0.05, (0.9, 0.999), 1e-4, 1e-8, use_8bit_adam
+    )
+    restore_weights(checkpoint, fresh, use_lora)
+    restore_optimizer(checkpoint, fresh_optimizer)
+    for unet, opt in ((pipeline.unet, optimizer), (fresh, fresh_optimizer)):
+        torch.manual_seed(2)
+        for parameter in policy.trainable_parameters(unet):
+            parameter.grad = torch.randn_like(parameter)
+        opt.step()
+    for a, b in zip(pipeline.unet.state_dict().items(), fresh.state_dict().items(), strict=True):
+        assert a[0] == b[0] and torch.equal(a[1], b[1])
+
+
+def picture(pipeline):
+    generator = torch.Generator().manual_seed(5)
+    return pipeline("cat", num_inference_steps=3, eta=1.0, generator=generator, output_type="pt").images
+
+
+def test_stock_diffusers_loads_the_lora_and_draws_what_the_trainer_draws(tmp_path, random_sd):
+    pipeline, _ = save(tmp_path, random_sd)
+    stock = StableDiffusionPipeline.from_pretrained(random_sd, safety_checker=None)
+    stock.set_progress_bar_config(disable=True)
+    untrained = picture(stock)
+    stock.load_lora_weights(tmp_path / "checkpoint_1")
+    assert_close(picture(stock), picture(pipeline))
+    assert (picture(stock) - untrained).abs().max() > 0.01
+
+
+def test_stock_diffusers_loads_the_whole_unet(tmp_path, random_sd):
+    pipeline, _ = save(tmp_path, random_sd, use_lora=False)
+    unet = UNet2DConditionModel.from_pretrained(tmp_path / "checkpoint_1" / "unet")
+    stock = StableDiffusionPipeline.from_pretrained(random_sd, unet=unet, safety_checker=None)
+    stock.set_progress_bar_config(disable=True)
+    assert torch.equal(picture(stock), picture(pipeline))
+
+
+def test_the_oldest_are_pruned_by_number_and_foreign_files_left_alone(tmp_path, random_sd):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "checkpoint_best").mkdir()
+    (tmp_path / "checkpoint_99").mkdir()  # no state in it: not one of ours
+    save(tmp_path, random_sd, epochs=(8, 9, 10, 11), limit=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint_10", "checkpoint_11"]
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"notes.txt", "checkpoint_best", "checkpoint_99", "checkpoint_10", "checkpoint_11"}
+
+
+def test_the_newest_is_found_from_itself_its_parent_or_the_run(tmp_path, random_sd):
+    folder = tmp_path / "run" / "checkpoints"
+    save(folder, random_sd, epochs=(2, 10))
+    (folder / "checkpoint_11").mkdir()
+    (folder / "checkpoint_x").write_text("")
+    newest = folder / "checkpoint_10"
+    assert (
+        find_checkpoint(str(newest)) == find_checkpoint(str(folder)) == find_checkpoint(str(tmp_path / "run")) == newest
+    )
+    assert find_checkpoint(str(folder / "checkpoint_2")).name == "checkpoint_2"
+    for nothing in (tmp_path, tmp_path / "none", folder / "checkpoint_11"):
+        with pytest.raises(ConfigError, match="no checkpoint there"):
+            find_checkpoint(str(nothing))
+
+
+def test_a_run_that_has_all_its_epochs_is_not_resumed(tmp_path, random_sd):
+    save(tmp_path, random_sd, epochs=(3,))
+    assert find_resumed("", 3) == (None, None)
+    assert find_resumed(str(tmp_path), 4) == (tmp_path / "checkpoint_3", state(3))
+    with pytest.raises(ConfigError, match="checkpoint_3 has 3 epochs already, and config.num_epochs is 3"):
+        find_resumed(str(tmp_path), 3)
+
+
+def test_a_write_that_fails_leaves_the_older_checkpoints(tmp_path, random_sd, monkeypatch):
+    pipeline, optimizer = save(tmp_path, random_sd)
+
+    def full_disk(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(tmp_path, pipeline.unet, optimizer.state_dict(), state(2), 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_1"]
+    assert find_checkpoint(str(tmp_path)).name == "checkpoint_1"
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, random_sd, value):
+    pipeline, optimizer = save(tmp_path, random_sd)
+    policy.trainable_parameters(pipeline.unet)[3].data[0, 0] = value
+    with pytest.raises(RuntimeError, match="1 trained tensors are not finite"):
+        save_checkpoint(tmp_path, pipeline.unet, optimizer.state_dict(), state(2), 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_1"]
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"base_unet": "4567", "pretrained_model": "b/model"}, 'trained on "a/model".*"b/model" has another UNet'),
+        ({"lora_rank": 8}, "LoRA rank 4, but config.lora.rank is 8; set it to 4"),
+        ({"lora_target_modules": ["to_q"]}, "lora.target_modules is"),
+        ({"use_lora": False}, "holds a LoRA, but config.use_lora is False; set it True"),
+    ],
+)
+def test_another_model_than_the_checkpoints_is_refused(tmp_path, change, says):
+    with pytest.raises(ConfigError, match=says):
+        check_identity(LORA, dataclasses.replace(LORA, **change), tmp_path)
+    check_identity(LORA, dataclasses.replace(LORA, pretrained_model="/elsewhere/model"), tmp_path)
+
+
+def test_a_state_file_that_is_not_ours_is_refused(tmp_path):
+    for text in ("{", "[]", '{"epoch": 1}'):
+        (tmp_path / "state.json").write_text(text)
+        with pytest.raises(ConfigError, match="not a training state"):
+            read_state(tmp_path)
+
+
+def test_nothing_that_is_read_can_execute_code(tmp_path, random_sd):
+    _, optimizer = save(tmp_path, random_sd)
+
+    class Payload:
+        def __reduce__(self):
+            return (print, ("executed",))
+
+    torch.save({"state": Payload(), "param_groups": []}, tmp_path / "checkpoint_1" / "optimizer.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        restore_optimizer(tmp_path / "checkpoint_1", optimizer)
+    names = {path.name for path in (tmp_path / "checkpoint_1").iterdir()}
+    assert names == {"pytorch_lora_weights.safetensors", "optimizer.pt", "state.json"}
+    json.loads((tmp_path / "checkpoint_1" / "state.json").read_text())
+
+
+def test_going_back_sets_newer_checkpoints_aside(tmp_path, random_sd):
+    save(tmp_path, random_sd, epochs=(1, 2, 3))
+    set_aside_newer(tmp_path, tmp_path / "checkpoint_1")
+    assert find_checkpoint(str(tmp_path)).name == "checkpoint_1"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "checkpoint_1",
+        "superseded_checkpoint_2",
+        "superseded_checkpoint_3",
+    }

@@ -1,0 +1,57 @@
+"""Imports point down: what a file may import of this package."""
+
+import ast
+
+import pytest
+from conftest import ROOT
+
+LEVELS = [
+    {"diffusers_patch.ddim_with_logprob", "diffusers_patch.guidance", "prompts", "rewards", "trajectories", "losses"},
+    {"diffusers_patch.pipeline_with_logprob", "stat_tracking", "run_plan", "distributed", "tiny_classifier", "metrics"},
+    {"policy"},
+    {"update", "rollout", "checkpoints"},
+    {"launch"},
+]
+MODULES = sorted(path for path in (ROOT / "ddpo_pytorch").rglob("*.py") if path.name != "__init__.py")
+
+
+def name_of(path):
+    return ".".join(path.relative_to(ROOT / "ddpo_pytorch").with_suffix("").parts)
+
+
+def imported(path):
+    """Names of all modules that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield node.module
+
+
+def test_every_module_has_a_level():
+    assert {name_of(path) for path in MODULES} == set().union(*LEVELS)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_point_down(path):
+    level = next(i for i, names in enumerate(LEVELS) if name_of(path) in names)
+    below = set().union(*LEVELS[:level])
+    own = {name.removeprefix("ddpo_pytorch.") for name in imported(path) if name.startswith("ddpo_pytorch.")}
+    assert {name for names in LEVELS for name in names if name in own} <= below
+
+
+@pytest.mark.parametrize(
+    "name, foreign",
+    [
+        ("losses", {"diffusers", "accelerate", "ml_collections"}),
+        ("trajectories", {"diffusers", "accelerate", "ml_collections"}),
+        ("run_plan", {"torch", "diffusers", "accelerate", "transformers"}),
+        ("prompts", {"torch", "diffusers", "accelerate", "ml_collections"}),
+        ("rewards", {"torch", "diffusers", "accelerate", "ml_collections"}),
+        *((name, {"ml_collections"}) for name in ("policy", "rollout", "update", "checkpoints", "metrics")),
+    ],
+)
+def test_what_a_module_must_not_know_of(name, foreign):
+    path = ROOT / "ddpo_pytorch" / f"{name}.py"
+    assert not {module.split(".")[0] for module in imported(path) if module} & foreign

@@ -1,0 +1,104 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+from PIL import Image
+
+from ddpo_pytorch import metrics
+from ddpo_pytorch.metrics import RunLog, _wrap, flatten, image_grid, wandb_offline_reason
+
+
+def run_log(folder, first_epoch=0):
+    return RunLog(Accelerator(cpu=True), folder, first_epoch)
+
+
+def read(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_each_log_call_is_a_line_of_strict_json(tmp_path):
+    log = run_log(tmp_path)
+    log.log({"epoch": 0, "reward": np.array([1.5, np.nan]), "reward_max": np.float64(1.5), "x": math.inf}, step=3)
+    assert read(tmp_path) == [{"step": 3, "epoch": 0, "reward": [1.5, None], "reward_max": 1.5, "x": None}]
+
+
+def test_a_resumed_log_drops_what_came_after_the_checkpoint(tmp_path):
+    log = run_log(tmp_path)
+    for epoch in range(4):
+        log.log({"epoch": epoch, "reward_mean": epoch, "reward_std": 1.0}, step=epoch)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "epo')  # torn
+    resumed = run_log(tmp_path, first_epoch=2)
+    assert [line["epoch"] for line in read(tmp_path)] == [0, 1]
+    assert resumed.curve == [(0, 0, 1.0), (1, 1, 1.0)]
+
+
+def test_the_curve_is_drawn(tmp_path):
+    log = run_log(tmp_path)
+    log.draw_curve()
+    assert not (tmp_path / "reward.png").exists()
+    for epoch in range(3):
+        log.log({"epoch": epoch, "reward_mean": epoch, "reward_std": math.nan if epoch == 1 else 1.0}, step=epoch)
+    log.draw_curve()
+    assert Image.open(tmp_path / "reward.png").size == (840, 480)
+
+
+def test_pictures_are_drawn_with_whole_captions(tmp_path):
+    log = run_log(tmp_path)
+    images = [np.full((64, 64, 3), 40 * i, dtype=np.uint8) for i in range(5)]
+    prompts = ["cat", "ü " + "long " * 40, "x" * 100, "", "dog"]
+    log.log_images(images, prompts, [1.0, 2.0, math.nan, 4.0, 5.0], epoch=7, step=0)
+    grid = Image.open(tmp_path / "images" / "epoch_007.jpg")
+    assert grid.width == 3 * 128 and grid.height > 2 * 128
+    assert np.abs(np.asarray(grid)[64, 128 + 64].astype(int) - 40).max() < 10  # the second picture's grey
+
+
+def test_a_caption_is_broken_into_lines_that_fit_and_lose_nothing():
+    from PIL import ImageFont
+
+    font = ImageFont.load_default(size=11)
+    text = "a cat " * 10 + "x" * 60
+    lines = _wrap(text, font, 124)
+    assert all(font.getlength(line) <= 124 for line in lines)
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+
+
+def test_grids_take_any_size():
+    grid = image_grid([np.zeros((512, 512, 3), dtype=np.uint8)] * 2, ["a", "b"], columns=1)
+    assert grid.width == 512 and grid.height > 1024
+
+
+def test_flatten_names_sections():
+    assert flatten({"a": {"b": {"c": 1}}, "d": (2,)}) == {"a.b.c": 1, "d": (2,)}
+
+
+@pytest.mark.parametrize(
+    "environment, offline",
+    [({}, True), ({"WANDB_API_KEY": "x" * 40}, False), ({"WANDB_MODE": "disabled"}, False)],
+)
+def test_wandb_goes_offline_where_nobody_is_logged_in(tmp_path, monkeypatch, environment, offline):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    reason = wandb_offline_reason()
+    assert ("wandb login" in reason) if offline else reason is None
+
+
+def test_a_netrc_entry_is_a_login(tmp_path, monkeypatch):
+    import wandb
+
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    host = metrics.urlparse(wandb.setup().settings.base_url).hostname
+    (tmp_path / "netrc").write_text(f"machine {host}\n  login user\n  password {'x' * 40}\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert wandb_offline_reason() is None
+
+
+def test_versions_name_what_a_run_depends_on():
+    versions = metrics.package_versions()
+    assert {"python", "torch", "diffusers", "accelerate", "peft"} <= set(versions)

@@ -1,0 +1,162 @@
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+from ddpo_pytorch import policy
+from ddpo_pytorch.distributed import ProcessFailure, seed_epoch
+from ddpo_pytorch.rollout import (
+    collect_rewards,
+    compute_advantages,
+    draw_prompts,
+    gather_images,
+    gather_samples,
+    sample_epoch,
+)
+from ddpo_pytorch.stat_tracking import PerPromptStatTracker
+
+
+@pytest.fixture
+def model(pipeline):
+    pipeline.scheduler.set_timesteps(2)
+    return policy.make_policy(pipeline, pipeline.unet.eval(), pipeline.scheduler, 5.0, 1.0)
+
+
+def rollout_with(model, reward_fn, prompts=("a", "b", "c", "d"), workers=1, on_step=lambda: None):
+    executor = ThreadPoolExecutor(max_workers=workers)
+    generator = torch.Generator().manual_seed(0)
+    metadata = [{"n": i} for i in range(len(prompts))]
+    return sample_epoch(model, list(prompts), metadata, 2, generator, reward_fn, "mine", executor, on_step)
+
+
+def collect(rollout, max_failed_fraction=0.1):
+    return collect_rewards(Accelerator(cpu=True), rollout.pending, "mine", max_failed_fraction, lambda: None)
+
+
+def test_rewards_get_finished_images_with_their_prompts_and_metadata(model):
+    seen = []
+
+    def reward_fn(images, prompts, metadata):
+        seen.append((images, prompts, metadata))
+        return torch.arange(2.0) + 10 * metadata[0]["n"], {}
+
+    steps = []
+    rollout = rollout_with(model, reward_fn, on_step=lambda: steps.append(1))
+    np.testing.assert_array_equal(collect(rollout), [0, 1, 20, 21])
+    images, prompts, metadata = zip(*seen, strict=True)
+    assert prompts == (["a", "b"], ["c", "d"]) and metadata == ([{"n": 0}, {"n": 1}], [{"n": 2}, {"n": 3}])
+    for batch in images:
+        assert batch.shape == (2, 3, 16, 16) and batch.dtype == torch.float32 and batch.device.type == "cpu"
+    assert len(rollout.trajectories) == 4 and len(steps) == 4
+    expected = (torch.cat(images) * 255).round().permute(0, 2, 3, 1).numpy().astype(np.uint8)
+    np.testing.assert_array_equal(rollout.images, expected)
+
+
+def test_rewards_run_in_threads_while_the_next_batch_is_sampled(model):
+    second_batch_started = threading.Event()
+    threads = set()
+
+    def reward_fn(images, prompts, metadata):
+        threads.add(threading.current_thread())
+        # The first batch's reward ends only once the second batch is being denoised.
+        assert second_batch_started.wait(timeout=30)
+        assert not torch.is_grad_enabled()
+        return [0.0] * len(prompts)
+
+    steps = []
+
+    def on_step():
+        steps.append(1)
+        if len(steps) == 3:
+            second_batch_started.set()
+
+    collect(rollout_with(model, reward_fn, on_step=on_step))
+    assert threading.main_thread() not in threads
+
+
+def test_a_reward_that_raises_ends_the_epoch_with_its_name_and_words(model):
+    def reward_fn(images, prompts, metadata):
+        raise KeyError("answers")
+
+    with pytest.raises(ProcessFailure, match="process 0.*reward function mine raised KeyError: 'answers'"):
+        collect(rollout_with(model, reward_fn))
+
+
+def test_a_wrong_result_ends_the_epoch_with_the_functions_name(model):
+    with pytest.raises(ProcessFailure, match=r"reward function mine returned rewards of shape \(1,\)"):
+        collect(rollout_with(model, lambda images, prompts, metadata: [1.0]))
+
+
+def test_failed_samples_are_nan_until_they_are_too_many(model):
+    def reward_fn(images, prompts, metadata):
+        return [float("nan") if p == "b" else 1.0 for p in prompts]
+
+    np.testing.assert_array_equal(collect(rollout_with(model, reward_fn), 0.25), [1, np.nan, 1, 1])
+    with pytest.raises(ProcessFailure, match="failed for 1 of 4 samples.*max_failed_fraction 0.1"):
+        collect(rollout_with(model, reward_fn), 0.1)
+
+
+def test_integer_rewards_do_not_truncate_advantages(model):
+    rewards = collect(rollout_with(model, lambda images, prompts, metadata: np.array([1, 2])))
+    for tracker in (None, PerPromptStatTracker(16, 16)):
+        advantages = compute_advantages(tracker, ["a", "b", "c", "d"], rewards)
+        np.testing.assert_allclose(advantages, [-1, 1, -1, 1], rtol=1e-5)
+
+
+def test_gathered_samples_keep_prompts_whole_and_images_spread_over_batches(model):
+    long_prompt = "a very long prompt, " * 40
+    prompts = [long_prompt + str(i) for i in range(4)]
+    rollout = rollout_with(model, lambda images, prompts, metadata: [float(p[-1]) for p in prompts], prompts)
+    accelerator = Accelerator(cpu=True)
+    rewards = collect(rollout)
+    gathered_prompts, gathered_rewards = gather_samples(accelerator, rollout.prompts, rewards)
+    assert gathered_prompts == prompts and gathered_rewards.tolist() == [0, 1, 2, 3]
+    images, shown, values = gather_images(accelerator, rollout, rewards, 2)
+    assert shown == [prompts[0], prompts[3]] and values == [0, 3]
+    np.testing.assert_array_equal(images[1], rollout.images[3])
+    assert gather_images(accelerator, rollout, rewards, 0) == ([], [], [])
+
+
+def test_random_draws_are_a_function_of_seed_epoch_and_process():
+    def draws(*place):
+        streams = seed_epoch(*place, torch.device("cpu"))
+        return (
+            [random.random(), float(np.random.rand()), float(torch.rand(1))],
+            torch.randn(3, generator=streams.noise).tolist(),
+            torch.randperm(9, generator=streams.shuffle).tolist(),
+        )
+
+    reference = draws(42, 3, 1)
+    assert draws(42, 3, 1) == reference
+    for other in ((43, 3, 1), (42, 4, 1), (42, 3, 0), (42, 1, 3)):
+        assert all(a != b for a, b in zip(draws(*other), reference, strict=True))
+
+
+def test_prompts_are_drawn_before_a_reward_thread_can_disturb_them():
+    def prompt_fn(words):
+        return random.choice(words), {"r": random.random()}
+
+    random.seed(1)
+    expected = draw_prompts(prompt_fn, {"words": ["a", "b"]}, 5)
+    random.seed(1)
+    assert draw_prompts(prompt_fn, {"words": ["a", "b"]}, 5) == expected
+    assert len(expected[0]) == len(expected[1]) == 5
+
+
+def test_a_failure_does_not_wait_for_rewards_still_queued(model):
+    started = time.monotonic()
+
+    def reward_fn(images, prompts, metadata):
+        if prompts[0] == "a":
+            raise RuntimeError("broken")
+        time.sleep(2)
+        return [0.0] * 2
+
+    with pytest.raises(ProcessFailure, match="broken"):
+        collect(rollout_with(model, reward_fn, prompts=["a", "b", *"cdefghijkl"]))
+    assert time.monotonic() - started < 6
