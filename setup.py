@@ -30,6 +30,14 @@ setup(
     ],
     extras_require={
         "8bit": ["bitsandbytes>=0.45"],
-        "test": ["pytest", "ruff", "mypy", "setuptools>=77", "wheel", "bitsandbytes>=0.45; sys_platform == 'linux'"],
+        "test": [
+            "pytest",
+            "ruff",
+            "mypy",
+            "setuptools>=77",
+            "wheel",
+            "tensorboard",
+            "bitsandbytes>=0.45; sys_platform == 'linux'",
+        ],
     },
 )

@@ -43,6 +43,8 @@ def get_config():
     config.max_failed_fraction = 0.1
     # CPU threads that this machine's processes share when there is no GPU. 0: as the launcher set them.
     config.cpu_threads = 0
+    # Minutes that processes wait for each other, for instance for the slowest one's rewards, before the run stops.
+    config.timeout_minutes = 60.0
 
     ###### LoRA ######
     config.lora = lora = ml_collections.ConfigDict()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from diffusers.utils import convert_state_dict_to_diffusers
 from peft import get_peft_model_state_dict
@@ -32,7 +33,8 @@ class ModelIdentity:
     """What a checkpoint's weights belong to; resuming on anything else is refused."""
 
     pretrained_model: str
-    base_unet: str  # policy.unet_fingerprint
+    base_unet: str | None  # policy.unet_fingerprint; None while the model is not loaded
+    use_8bit_adam: bool
     use_lora: bool
     lora_rank: int | None
     lora_target_modules: list[str] | None
@@ -45,7 +47,6 @@ class TrainingState:
     epoch: int  # epochs completed
     global_step: int
     run_name: str
-    seed: int
     model: ModelIdentity
     stat_tracker: dict[str, list[float]] | None = None
     tracker_run_ids: dict[str, str] = field(default_factory=dict)
@@ -56,6 +57,15 @@ class TrainingState:
 def lora_state_dict(unet: UNet2DConditionModel) -> dict[str, torch.Tensor]:
     """The live LoRA factors under diffusers' names (copying into them changes the UNet)."""
     return convert_state_dict_to_diffusers(get_peft_model_state_dict(unet))
+
+
+def check_weights_agree(accelerator: Accelerator, unet: torch.nn.Module) -> None:
+    """Raises RuntimeError, on every process alike, if their trained weights differ. Every process must call it."""
+    with torch.no_grad():
+        own = torch.stack([p.float().sum() for p in unet.parameters() if p.requires_grad])
+    gathered = accelerator.gather(own[None])
+    if not (gathered.eq(gathered[0]) | gathered.isnan()).all():
+        raise RuntimeError("the processes' trained weights differ, so they do not train one model; nothing was saved")
 
 
 def check_weights_finite(unet: torch.nn.Module) -> None:
@@ -98,7 +108,7 @@ def save_checkpoint(
             unet.save_pretrained(aside / "unet")
         torch.save(optimizer_state, aside / OPTIMIZER_FILE)
         # Last, so that a folder with a whole state file is a whole checkpoint.
-        (aside / STATE_FILE).write_text(json.dumps(asdict(state), indent=1))
+        (aside / STATE_FILE).write_text(json.dumps(asdict(state), indent=1, default=str))
         if target.exists():  # left by a run that was resumed from before it
             shutil.rmtree(target)
         aside.rename(target)
@@ -119,14 +129,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def set_aside_newer(folder: Path, checkpoint: Path) -> None:
-    """Rename checkpoints newer than the one resumed from, so that they are not taken for this run's future."""
-    names = [path.name for path in list_checkpoints(folder)]
-    newer = names[names.index(checkpoint.name) + 1 :] if checkpoint.name in names else []
-    for name in newer:
-        target = folder / f"superseded_{name}"
-        shutil.rmtree(target, ignore_errors=True)
-        (folder / name).rename(target)
+def set_aside_newer(folder: Path, epoch: int) -> None:
+    """Rename checkpoints of later epochs than the one resumed from: they are not this run's future any more."""
+    for path in list_checkpoints(folder):
+        if int(path.name.removeprefix("checkpoint_")) > epoch:
+            target = folder / f"superseded_{path.name}"
+            shutil.rmtree(target, ignore_errors=True)
+            path.rename(target)
 
 
 def find_checkpoint(resume_from: str) -> Path:
@@ -178,18 +187,23 @@ def find_resumed(resume_from: str, num_epochs: int) -> tuple[Path | None, Traini
 
 
 def check_identity(saved: ModelIdentity, present: ModelIdentity, checkpoint: Path) -> None:
-    """Refuse a checkpoint of another model.
+    """Refuse a checkpoint of another model; what is not known yet (None) is not compared.
 
     Raises:
         ConfigError: with what differs.
     """
+    if saved.use_8bit_adam != present.use_8bit_adam:
+        raise ConfigError(
+            f"{checkpoint} was trained with train.use_8bit_adam {saved.use_8bit_adam}, and its optimizer state fits no "
+            f"other; set it {saved.use_8bit_adam} to resume"
+        )
     if saved.use_lora != present.use_lora:
         kinds = {True: "a LoRA", False: "a whole UNet"}
         raise ConfigError(
             f"{checkpoint} holds {kinds[saved.use_lora]}, but config.use_lora is {present.use_lora}; set it "
             f"{saved.use_lora} to resume"
         )
-    if saved.base_unet != present.base_unet:
+    if present.base_unet is not None and saved.base_unet != present.base_unet:
         raise ConfigError(
             f'{checkpoint} was trained on "{saved.pretrained_model}", and config.pretrained.model '
             f'"{present.pretrained_model}" has another UNet; set it to the checkpoint\'s to resume'

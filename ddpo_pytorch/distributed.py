@@ -1,6 +1,8 @@
 """What several processes must do together: fail, and draw random numbers that are a function of where they are."""
 
+import contextlib
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +28,19 @@ def raise_together(accelerator: Accelerator, error: BaseException | None) -> Non
         raise ProcessFailure("; ".join(failures)) from error
 
 
+@contextlib.contextmanager
+def fail_together(accelerator: Accelerator) -> Iterator[None]:
+    """Run a block that may fail on one process; every process must pass here, and no collective may stand inside."""
+    error = None
+    try:
+        yield
+    except Exception as e:
+        if accelerator.num_processes == 1:
+            raise
+        error = e
+    raise_together(accelerator, error)
+
+
 @dataclass
 class RandomStreams:
     """Generators of one epoch, apart from each other so that a thread drawing numbers disturbs nobody."""
@@ -40,10 +55,10 @@ def seed_epoch(seed: int, epoch: int, process_index: int, device: torch.device) 
     So nothing about randomness needs saving: a resumed epoch draws what the uninterrupted one would have drawn.
     """
     state = np.random.SeedSequence([seed, epoch, process_index]).generate_state(4, np.uint32)
-    everyone, noise, shuffle, prompts = (int(s) for s in state)
-    random.seed(prompts)
-    np.random.seed(everyone)
-    torch.manual_seed(everyone)
+    python_seed, global_seed, noise, shuffle = (int(s) for s in state)
+    random.seed(python_seed)
+    np.random.seed(global_seed)
+    torch.manual_seed(global_seed)
     return RandomStreams(
         noise=torch.Generator(device).manual_seed(noise), shuffle=torch.Generator().manual_seed(shuffle)
     )

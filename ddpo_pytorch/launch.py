@@ -7,18 +7,24 @@ import datetime
 import json
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
-from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, broadcast_object_list
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    broadcast_object_list,
+)
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from ddpo_pytorch import checkpoints, metrics, policy
-from ddpo_pytorch.distributed import raise_together
+from ddpo_pytorch.distributed import fail_together
 from ddpo_pytorch.run_plan import ConfigError, RunPlan
 
 Item = TypeVar("Item")
@@ -56,16 +62,32 @@ def make_accelerator(config: ConfigDict) -> Accelerator:
     # float32 products in TensorFloat-32, or exactly
     torch.set_float32_matmul_precision("high" if config.allow_tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = config.allow_tf32
-    accelerator = Accelerator(
-        mixed_precision=config.mixed_precision,
-        log_with=names,
-        project_config=ProjectConfiguration(project_dir=config.logdir, logging_dir=config.logdir),
-        # A UNet has no buffers that training changes.
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
-    )
+    timeout = datetime.timedelta(minutes=config.timeout_minutes)
+    try:
+        accelerator = Accelerator(
+            mixed_precision=config.mixed_precision,
+            log_with=names,
+            project_config=ProjectConfiguration(project_dir=config.logdir, logging_dir=config.logdir),
+            # A UNet has no buffers that training changes.
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(broadcast_buffers=False),
+                InitProcessGroupKwargs(timeout=timeout),
+            ],
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f'config.mixed_precision "{config.mixed_precision}" cannot be used here: {error}; "no" always works'
+        ) from error
     if config.cpu_threads and accelerator.device.type == "cpu":
         torch.set_num_threads(max(1, config.cpu_threads // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     return accelerator
+
+
+def reward_threads(device: torch.device, num_workers: int) -> ThreadPoolExecutor:
+    """Threads for rewards, on this process's GPU: the current device is a thread's own, and starts as the first."""
+    if device.type != "cuda":
+        return ThreadPoolExecutor(num_workers)
+    return ThreadPoolExecutor(num_workers, initializer=torch.cuda.set_device, initargs=(device,))
 
 
 def open_run_folder(
@@ -86,21 +108,17 @@ def open_run_folder(
         date = datetime.datetime.now().strftime("%Y.%m.%d_%H.%M.%S")
         [run_name] = broadcast_object_list([f"{config.run_name}_{date}" if config.run_name else date])
         run_folder = Path(config.logdir) / run_name
-    error = None
-    if accelerator.is_main_process:
-        try:
+    with fail_together(accelerator):
+        if accelerator.is_main_process:
             run_folder.mkdir(parents=True, exist_ok=resumed is not None)
-            if checkpoint is not None:
-                checkpoints.set_aside_newer(run_folder / "checkpoints", checkpoint)
+            if resumed is not None:
+                checkpoints.set_aside_newer(run_folder / "checkpoints", resumed.epoch)
             document = {
                 "config": config.to_dict(),
                 "num_processes": accelerator.num_processes,
                 "versions": metrics.package_versions(),
             }
-            (run_folder / "config.json").write_text(json.dumps(document, indent=2))
-        except OSError as e:
-            error = e
-    raise_together(accelerator, error)
+            (run_folder / "config.json").write_text(json.dumps(document, indent=2, default=str))
     accelerator.project_configuration.logging_dir = str(run_folder)
     return run_name, run_folder
 
@@ -113,22 +131,21 @@ def save_together(
     state: checkpoints.TrainingState,
     num_checkpoint_limit: int,
 ) -> None:
-    """Write a checkpoint on the main process; an error there is an error on every process."""
-    error = None
-    if accelerator.is_main_process:
-        folder = run_folder / "checkpoints"
-        try:
+    """Write a checkpoint on the main process, if all processes' weights agree; an error there is one everywhere."""
+    checkpoints.check_weights_agree(accelerator, unet)
+    with fail_together(accelerator):
+        if accelerator.is_main_process:
+            folder = run_folder / "checkpoints"
             checkpoints.save_checkpoint(folder, unet, optimizer.state_dict(), state, num_checkpoint_limit)
-        except Exception as e:
-            error = e
-    raise_together(accelerator, error)
 
 
 def describe(
     plan: RunPlan, accelerator: Accelerator, model: policy.Policy, run_folder: Path, checkpoint: Path | None
 ) -> str:
     """The plan, for people."""
-    config, device, processes = plan.config, accelerator.device, f"{plan.num_processes} processes"
+    config, device = plan.config, accelerator.device
+    processes = f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''}"
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.unet.parameters()})
     sample, train = config.sample, config.train
     trainable = sum(p.numel() for p in policy.trainable_parameters(model.unet))
     kind = f"LoRA of rank {config.lora.rank}" if config.use_lora else "whole UNet"
@@ -140,7 +157,8 @@ def describe(
         f"{train.gradient_accumulation_steps} accumulated x {processes}, {plan.num_train_timesteps} steps each",
         "updates per epoch": f"{plan.updates_per_epoch}, over {config.num_epochs} epochs",
         "model": f"{config.pretrained.model}, {kind}, {trainable:,} trainable parameters",
-        "device": f"{device} ({hardware}), mixed precision {config.mixed_precision}",
+        "device": f"{device} ({hardware}), mixed precision {config.mixed_precision}, "
+        f"UNet weights {' and '.join(dtypes)}",
         "prompts, reward": f"{config.prompt_fn}, {config.reward_fn}",
         "run folder": f"{run_folder}" + (f", resumed from {checkpoint.name}" if checkpoint else ""),
     }

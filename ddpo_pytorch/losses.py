@@ -17,7 +17,7 @@ def ppo_clipped_loss(
 
     Args:
         log_prob: (B,), under the present policy, with gradient; nats per dimension.
-        old_log_prob: (B,), under the policy that sampled.
+        old_log_prob: (B,), under the policy that sampled; NaN marks a step that failed, which counts for nothing.
         advantages: (B,), in standard deviations; clamped to +-adv_clip_max.
         clip_range: the ratio counts between 1 - clip_range and 1 + clip_range.
 
@@ -30,7 +30,8 @@ def ppo_clipped_loss(
     http://joschu.net/blog/kl-approx.html, k2.
     """
     advantages = advantages.clamp(-adv_clip_max, adv_clip_max)
-    difference = log_prob - old_log_prob
+    difference = torch.where(old_log_prob.isfinite(), log_prob - old_log_prob, 0.0)
+    advantages = torch.where(old_log_prob.isfinite(), advantages, 0.0)
     ratio = difference.exp()
     unclipped_loss = -advantages * ratio
     clipped_loss = -advantages * ratio.clamp(1.0 - clip_range, 1.0 + clip_range)

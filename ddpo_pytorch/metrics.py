@@ -40,14 +40,14 @@ def wandb_offline_reason() -> str | None:
     if os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY"):
         return None
     settings = wandb.setup().settings
-    if settings.mode != "online" or settings.api_key:
+    if settings.mode != "online" or settings.api_key or settings.identity_token_file:
         return None
-    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    try:
-        if netrc.netrc(file).authenticators(urlparse(settings.base_url).hostname or ""):
-            return None
-    except (OSError, netrc.NetrcParseError):
-        pass
+    for file in [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]:
+        try:
+            if netrc.netrc(Path(file).expanduser()).authenticators(urlparse(settings.base_url).hostname or ""):
+                return None
+        except (OSError, netrc.NetrcParseError):
+            continue
     return "no W&B login found, so W&B runs offline: `wandb login`, or set WANDB_API_KEY, to see runs on the web"
 
 
@@ -138,7 +138,9 @@ class RunLog:
         """Log numbers and arrays; `values` must have "epoch"."""
         if not self.accelerator.is_main_process:
             return
-        self.accelerator.log(values, step=step)
+        # W&B cannot draw a histogram with a NaN in it; a failed sample is one.
+        finite = {k: v[np.isfinite(v)] if isinstance(v, np.ndarray) else v for k, v in values.items()}
+        self.accelerator.log(finite, step=step)
         line = {"step": step, **{k: _plain(v) for k, v in values.items()}}
         with self.metrics_file.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -154,7 +156,8 @@ class RunLog:
         """
         if not images or not self.accelerator.is_main_process:
             return
-        captions = [f"{prompt:s} | {reward:.2f}" for prompt, reward in zip(prompts, rewards, strict=True)]
+        captions = [f"{prompt} | {reward:.2f}" for prompt, reward in zip(prompts, rewards, strict=True)]
+        grid = image_grid(images, captions)
         for tracker in self.accelerator.trackers:
             if tracker.name == "wandb":
                 import wandb
@@ -163,11 +166,13 @@ class RunLog:
                     wandb.Image(image, caption=caption) for image, caption in zip(images, captions, strict=True)
                 ]
                 tracker.log({"images": pictures}, step=step)
+            elif tracker.name == "tensorboard":
+                tracker.log_images({"images": np.stack(images)}, step=step, dataformats="NHWC")
             elif hasattr(tracker, "log_images"):
-                tracker.log_images({"images": np.stack(images)}, step=step)
+                tracker.log_images({"images": np.asarray(grid)}, step=step)
         folder = self.run_folder / "images"
         folder.mkdir(exist_ok=True)
-        image_grid(images, captions).save(folder / f"epoch_{epoch:03d}.jpg", quality=90)
+        grid.save(folder / f"epoch_{epoch:03d}.jpg", quality=90)
 
     def draw_curve(self) -> None:
         """Write `reward.png`: mean reward by epoch, with a band of one standard deviation."""

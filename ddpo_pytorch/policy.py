@@ -35,7 +35,11 @@ def check_device(device: torch.device, mixed_precision: str, use_8bit_adam: bool
         raise ConfigError(
             f'config.mixed_precision "fp16" needs a CUDA GPU, and this process runs on {device}; use "bf16" or "no"'
         )
-    if mixed_precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+    if (
+        mixed_precision == "bf16"
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         raise ConfigError(
             f'config.mixed_precision "bf16" does not run on {torch.cuda.get_device_name(device)}; use "fp16" or "no"'
         )
@@ -132,9 +136,9 @@ def move(module: torch.nn.Module, **where: Any) -> None:
 
 
 def unet_fingerprint(unet: UNet2DConditionModel) -> str:
-    """A short hash of a UNet's architecture and of a sample of its weights, the same wherever its folder lies."""
-    architecture = {k: v for k, v in unet.config.items() if not k.startswith("_")}
-    digest = hashlib.sha256(json.dumps(architecture, sort_keys=True, default=str).encode())
+    """A short hash of a UNet's layers and of a sample of its weights, the same wherever its folder lies."""
+    layers = {name: list(parameter.shape) for name, parameter in unet.named_parameters()}
+    digest = hashlib.sha256(json.dumps(layers, sort_keys=True).encode())
     for name in ("conv_in.weight", "time_embedding.linear_1.weight", "conv_out.weight"):
         digest.update(unet.get_parameter(name).detach().float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -236,11 +240,14 @@ class Policy:
         with torch.no_grad():
             images = (decode_latents(self.pipeline.vae, all_latents[-1]) / 2 + 0.5).clamp(0, 1)
         timesteps = self.scheduler.timesteps.to(latents.device).expand(len(prompts), -1)
+        trajectory, log_probs = torch.stack(all_latents, dim=1), torch.stack(all_log_probs, dim=1)
+        computed = trajectory.isfinite().flatten(1).all(1) & log_probs.isfinite().all(1)
         return images, Trajectories(
-            latents=torch.stack(all_latents, dim=1),
+            # A single NaN in a batch would be a NaN in the gradient, whatever its advantage.
+            latents=trajectory.nan_to_num(0.0, 0.0, 0.0),
             timesteps=timesteps,
             prev_timesteps=previous_timesteps(self.scheduler, timesteps),
-            log_probs=torch.stack(all_log_probs, dim=1),
+            log_probs=torch.where(computed[:, None], log_probs, torch.nan),
             prompt_embeds=prompt_embeds,
         )
 

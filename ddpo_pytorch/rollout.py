@@ -3,7 +3,6 @@
 Rewards are computed in worker threads while the next batch is denoised. Knows nothing of configs or of the update.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,13 +12,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from ddpo_pytorch.distributed import raise_together
 from ddpo_pytorch.policy import Policy
 from ddpo_pytorch.rewards import RewardFn, checked_rewards
 from ddpo_pytorch.stat_tracking import PerPromptStatTracker, normalize_rewards
 from ddpo_pytorch.trajectories import Trajectories
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -55,9 +51,11 @@ def score(
     Returns:
         float64 (B,), NaN for a failed sample.
     """
+    drawn = images.isfinite().flatten(1).all(1).numpy()
     with torch.no_grad():  # thread-local, so the caller's does not reach here
-        result = reward_fn(images, list(prompts), list(metadata))
-    return checked_rewards(result, len(prompts), name)
+        result = reward_fn(images.nan_to_num(), list(prompts), list(metadata))
+    # A picture that half precision could not draw would score as a black one.
+    return np.where(drawn, checked_rewards(result, len(prompts), name), np.nan)
 
 
 def sample_epoch(
@@ -83,54 +81,30 @@ def sample_epoch(
         batch_images, batch_trajectories = policy.sample(prompts[batch], generator, lambda *_: on_step())
         batch_images = batch_images.cpu()
         pending.append(executor.submit(score, reward_fn, batch_images, prompts[batch], metadata[batch], reward_name))
-        images.append((batch_images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy())
+        images.append((batch_images.nan_to_num() * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy())
         trajectories.append(batch_trajectories)
     return Rollout(list(prompts), np.concatenate(images), Trajectories.cat(trajectories), pending)
 
 
-def collect_rewards(
-    accelerator: Accelerator,
-    pending: Sequence[Future],
-    reward_name: str,
-    max_failed_fraction: float,
-    on_batch: Callable[[], None],
-) -> np.ndarray:
-    """Wait for this process's rewards: float64 (n,), NaN for failed samples. Every process must call it.
+def collect_rewards(pending: Sequence[Future], reward_name: str, on_batch: Callable[[], None]) -> np.ndarray:
+    """Wait for this process's rewards: float64 (n,), NaN for failed samples.
 
     Args:
         on_batch: called when a batch's rewards are there.
 
     Raises:
-        ProcessFailure: on every process, if a reward function raised on any, or too many samples failed on any.
+        RuntimeError: the reward function raised, or returned what are no rewards; the message has its name.
     """
-    error: Exception | None = None
     rewards = []
     for future in pending:
         try:
             rewards.append(future.result())
-        except Exception as e:
-            error = (
-                e
-                if isinstance(e, ValueError) and reward_name in str(e)
-                else RuntimeError(f"reward function {reward_name} raised {type(e).__name__}: {e}")
-            )
-            error.__cause__ = e if error is not e else None
-            break
+        except Exception as error:
+            for other in pending:
+                other.cancel()
+            raise RuntimeError(f"reward function {reward_name} failed with {type(error).__name__}: {error}") from error
         on_batch()
-    if error is not None:
-        for future in pending:
-            future.cancel()
-    raise_together(accelerator, error)
-
-    result = np.concatenate(rewards)
-    failed = int(np.isnan(result).sum())
-    if failed > max_failed_fraction * len(result):
-        error = RuntimeError(
-            f"reward function {reward_name} failed for {failed} of {len(result)} samples, which is more than "
-            f"max_failed_fraction {max_failed_fraction}"
-        )
-    raise_together(accelerator, error)
-    return result
+    return np.concatenate(rewards)
 
 
 def compute_advantages(tracker: PerPromptStatTracker | None, prompts: Sequence[str], rewards: np.ndarray) -> np.ndarray:
@@ -139,11 +113,26 @@ def compute_advantages(tracker: PerPromptStatTracker | None, prompts: Sequence[s
 
 
 def gather_samples(
-    accelerator: Accelerator, prompts: Sequence[str], rewards: np.ndarray
+    accelerator: Accelerator,
+    prompts: Sequence[str],
+    rewards: np.ndarray,
+    reward_name: str,
+    max_failed_fraction: float,
 ) -> tuple[list[str], np.ndarray]:
-    """Every process's prompts and rewards on every process, in the order of the processes."""
+    """Every process's prompts and rewards on every process, in the order of the processes.
+
+    Raises:
+        RuntimeError: on every process alike, if more than this fraction of all rewards are NaN.
+    """
     pairs = gather_object(list(zip(prompts, rewards.tolist(), strict=True)))
-    return [prompt for prompt, _ in pairs], np.array([reward for _, reward in pairs], dtype=np.float64)
+    all_rewards = np.array([reward for _, reward in pairs], dtype=np.float64)
+    failed = int(np.isnan(all_rewards).sum())
+    if failed > max_failed_fraction * len(all_rewards):
+        raise RuntimeError(
+            f"reward function {reward_name} failed for {failed} of {len(all_rewards)} samples, which is more than "
+            f"config.max_failed_fraction {max_failed_fraction}"
+        )
+    return [prompt for prompt, _ in pairs], all_rewards
 
 
 def own_share(accelerator: Accelerator, values: np.ndarray) -> torch.Tensor:

@@ -8,7 +8,6 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import random
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from ml_collections import ConfigDict
 
 import ddpo_pytorch.prompts
 import ddpo_pytorch.rewards
+from ddpo_pytorch.stat_tracking import PerPromptStatTracker
 
 
 class ConfigError(ValueError):
@@ -52,6 +52,7 @@ OPTIONS: dict[str, tuple[type, tuple[Check, str], Any]] = {
     "num_reward_workers": (int, POSITIVE, 2),
     "max_failed_fraction": (float, (lambda v: 0 <= v <= 1, "from 0 to 1"), 0.1),
     "cpu_threads": (int, NOT_NEGATIVE, 0),
+    "timeout_minutes": (float, POSITIVE, 60.0),
     "lora.rank": (int, POSITIVE, 4),
     "lora.target_modules": (
         tuple,
@@ -109,8 +110,15 @@ def load_module(name: str, path: str) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses and pickle look for it
     spec.loader.exec_module(module)
     return module
+
+
+def _add_to_path(folder: Path) -> None:
+    """Let the modules in a folder be imported, after all others."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 def load_config(spec: str) -> ConfigDict:
@@ -177,15 +185,19 @@ def _parsed(key: str, text: str, current: Any) -> Any:
         if text.lower() not in ("true", "false", "1", "0"):
             raise ConfigError(f'config.{key} must be True or False, got "{text}"')
         return text.lower() in ("true", "1")
-    if isinstance(current, (tuple, list)) and not text.startswith(("(", "[")):
-        return tuple(part.strip() for part in text.split(",") if part.strip())
     value = _literal(text)
     if isinstance(current, (tuple, list)):
-        return tuple(value)
+        if isinstance(value, (tuple, list)):
+            return tuple(value)
+        return tuple(part.strip(" '\"") for part in text.strip("()[]").split(",") if part.strip())
     if isinstance(current, ConfigDict):
-        if value is not None and not isinstance(value, dict):
-            raise ConfigError(f'config.{key} must be None or a dictionary such as {{"key": 1}}, got "{text}"')
-        return value if value is None else ConfigDict(value)
+        if value is None and key == TRACKING:
+            return None
+        if not isinstance(value, dict) or not (key in FREE_DICTS or key == TRACKING):
+            allowed = "None or a dictionary" if key == TRACKING else "a dictionary"
+            hint = f'{allowed}, as {{"key": 1}}' if key in FREE_DICTS or key == TRACKING else "set entry by entry"
+            raise ConfigError(f'config.{key} must be {hint}; got "{text}"')
+        return ConfigDict(value)
     return value
 
 
@@ -290,8 +302,10 @@ def resolve_function(spec: str, shipped: types.ModuleType, option: str) -> Calla
     if location.endswith(".py"):
         if not Path(location).is_file():
             raise ConfigError(f'config.{option} "{spec}": there is no file "{location}" here ({Path.cwd()})')
-        module = load_module(Path(location).stem, location)
+        _add_to_path(Path(location).resolve().parent)  # it may import its siblings
+        module = load_module(f"{option}_{Path(location).stem}", location)
     else:
+        _add_to_path(Path.cwd())
         try:
             module = importlib.import_module(location)
         except ModuleNotFoundError as error:
@@ -312,15 +326,12 @@ def _check_arguments(function: Callable, kwargs: dict, option: str) -> None:
 
 def _check_prompt_function(prompt_fn: Callable, kwargs: dict, name: str) -> None:
     """Draw one prompt on trial: a missing file or a wrong result shows now, not after the model is loaded."""
-    state = random.getstate()
     try:
         result = prompt_fn(**kwargs)
     except ValueError as error:
         raise ConfigError(f"config.prompt_fn {name}: {error}") from error
     except Exception as error:
         raise ConfigError(f"config.prompt_fn {name} raised {type(error).__name__}: {error}") from error
-    finally:
-        random.setstate(state)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str)):
         raise ConfigError(
             f"config.prompt_fn {name} must return (prompt, metadata), text and a dictionary; got {result!r}"
@@ -443,8 +454,7 @@ def _check_tracking(config: ConfigDict) -> None:
         value = tracking[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"config.{TRACKING}.{name} must be a whole number, greater than 0; got {value!r}")
-    if tracking.buffer_size < tracking.min_count:
-        raise ConfigError(
-            f"config.{TRACKING}.buffer_size ({tracking.buffer_size}) must be at least min_count "
-            f"({tracking.min_count}): a smaller buffer never holds enough rewards to be used"
-        )
+    try:
+        PerPromptStatTracker(tracking.buffer_size, tracking.min_count)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -95,7 +95,7 @@ def optimizer_step(
     optimizer.zero_grad(set_to_none=True)
 
     # (processes, micro-batches, statistics)
-    gathered = accelerator.gather(torch.stack(collected)[None]).double()
+    gathered = accelerator.gather(torch.stack(collected)[None]).cpu().double()
     means = dict(zip(names, gathered.mean(dim=(0, 1)).tolist(), strict=True))
     means.pop("logp_gap")
     logp_gap = gathered[:, :, names.index("logp_gap")].max().item()

@@ -9,16 +9,17 @@ import functools
 import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from absl import app, flags
+from accelerate.state import is_initialized
+from accelerate.utils import get_int_from_env
 from ml_collections import ConfigDict
 
 from ddpo_pytorch import checkpoints, launch, metrics, policy, rollout, update
 from ddpo_pytorch.checkpoints import ModelIdentity, TrainingState
-from ddpo_pytorch.distributed import seed_epoch
+from ddpo_pytorch.distributed import fail_together, seed_epoch
 from ddpo_pytorch.launch import ProgressBar
 from ddpo_pytorch.run_plan import ConfigError, apply_overrides, load_config, make_plan, split_overrides
 from ddpo_pytorch.stat_tracking import PerPromptStatTracker
@@ -29,12 +30,27 @@ CONFIG = flags.DEFINE_string(
 )
 
 
+# Where launchers say how many processes there are, as Accelerate reads them
+WORLD_SIZE_VARIABLES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
+
+
 def run(config: ConfigDict) -> None:
     # PLAN   batch arithmetic and every user error, before anything is loaded
-    plan = make_plan(config, num_processes=int(os.environ.get("WORLD_SIZE", 1)))
+    plan = make_plan(config, num_processes=get_int_from_env(WORLD_SIZE_VARIABLES, 1))
     pretrained, lora, sample, train = config.pretrained, config.lora, config.sample, config.train
     checkpoint, resumed = checkpoints.find_resumed(config.resume_from, config.num_epochs)
+    identity = ModelIdentity(
+        pretrained_model=pretrained.model,
+        base_unet=None,
+        use_8bit_adam=train.use_8bit_adam,
+        use_lora=config.use_lora,
+        lora_rank=lora.rank if config.use_lora else None,
+        lora_target_modules=list(lora.target_modules) if config.use_lora else None,
+    )
+    if resumed is not None:
+        checkpoints.check_identity(resumed.model, identity, checkpoint)
     accelerator = launch.make_accelerator(config)
+    assert accelerator.num_processes == plan.num_processes, "Accelerate counts other processes than the plan"
     policy.check_device(accelerator.device, config.mixed_precision, train.use_8bit_adam)
 
     # LOAD   frozen VAE and text encoder, trainable UNet
@@ -42,13 +58,7 @@ def run(config: ConfigDict) -> None:
         pretrained.model, pretrained.revision, sample.num_steps, sample.eta, accelerator.device
     )
     pipeline = policy.load_pipeline(pretrained.model, pretrained.revision, scheduler)
-    identity = ModelIdentity(
-        pretrained_model=pretrained.model,
-        base_unet=policy.unet_fingerprint(pipeline.unet),
-        use_lora=config.use_lora,
-        lora_rank=lora.rank if config.use_lora else None,
-        lora_target_modules=list(lora.target_modules) if config.use_lora else None,
-    )
+    identity.base_unet = policy.unet_fingerprint(pipeline.unet)
     if resumed is not None:
         checkpoints.check_identity(resumed.model, identity, checkpoint)
     weight_dtype = policy.WEIGHT_DTYPES[config.mixed_precision]
@@ -84,10 +94,11 @@ def run(config: ConfigDict) -> None:
 
     # Where results go, and what scores the images
     run_name, run_folder = launch.open_run_folder(accelerator, config, checkpoint, resumed)
-    log = metrics.RunLog(accelerator, run_folder, first_epoch)
-    run_ids = metrics.start_trackers(accelerator, run_folder, run_name, config.to_dict(), run_ids)
-    reward_fn = plan.reward_factory(**config.reward_fn_kwargs.to_dict())
-    executor = ThreadPoolExecutor(max_workers=config.num_reward_workers)
+    with fail_together(accelerator):
+        log = metrics.RunLog(accelerator, run_folder, first_epoch)
+        run_ids |= metrics.start_trackers(accelerator, run_folder, run_name, config.to_dict(), run_ids)
+        reward_fn = plan.reward_factory(**config.reward_fn_kwargs.to_dict())
+    executor = launch.reward_threads(accelerator.device, config.num_reward_workers)
     accelerator.print(launch.describe(plan, accelerator, model, run_folder, checkpoint), flush=True)
 
     skipped_in_a_row = 0
@@ -95,29 +106,30 @@ def run(config: ConfigDict) -> None:
         # SAMPLE   draw prompts, denoise them, remember every step and how likely it was
         started = time.perf_counter()
         random_streams = seed_epoch(config.seed, epoch, accelerator.process_index, accelerator.device)
-        prompts, prompt_metadata = rollout.draw_prompts(
-            plan.prompt_fn, config.prompt_fn_kwargs.to_dict(), plan.samples_per_epoch_per_process
-        )
-        with ProgressBar(f"epoch {epoch}: sampling", plan.denoising_steps_per_epoch, accelerator) as bar:
-            samples = rollout.sample_epoch(
-                model,
-                prompts,
-                prompt_metadata,
-                batch_size=sample.batch_size,
-                generator=random_streams.noise,
-                reward_fn=reward_fn,
-                reward_name=config.reward_fn,
-                executor=executor,
-                on_step=bar.update,
+        with fail_together(accelerator):
+            prompts, prompt_metadata = rollout.draw_prompts(
+                plan.prompt_fn, config.prompt_fn_kwargs.to_dict(), plan.samples_per_epoch_per_process
             )
-        sampled = time.perf_counter()
+            with ProgressBar(f"epoch {epoch}: sampling", plan.denoising_steps_per_epoch, accelerator) as bar:
+                samples = rollout.sample_epoch(
+                    model,
+                    prompts,
+                    prompt_metadata,
+                    batch_size=sample.batch_size,
+                    generator=random_streams.noise,
+                    reward_fn=reward_fn,
+                    reward_name=config.reward_fn,
+                    executor=executor,
+                    on_step=bar.update,
+                )
+            sampled = time.perf_counter()
 
-        # REWARD   most are scored already; compare them with what their prompt usually earns
-        with ProgressBar(f"epoch {epoch}: waiting for rewards", len(samples.pending), accelerator) as bar:
-            rewards = rollout.collect_rewards(
-                accelerator, samples.pending, config.reward_fn, config.max_failed_fraction, on_batch=bar.update
-            )
-        all_prompts, all_rewards = rollout.gather_samples(accelerator, prompts, rewards)
+            # REWARD   most are scored already; compare them with what their prompt usually earns
+            with ProgressBar(f"epoch {epoch}: waiting for rewards", len(samples.pending), accelerator) as bar:
+                rewards = rollout.collect_rewards(samples.pending, config.reward_fn, on_batch=bar.update)
+        all_prompts, all_rewards = rollout.gather_samples(
+            accelerator, prompts, rewards, config.reward_fn, config.max_failed_fraction
+        )
         all_advantages = rollout.compute_advantages(tracker, all_prompts, all_rewards)
         advantages = rollout.own_share(accelerator, all_advantages)
         rewarded = time.perf_counter()
@@ -130,9 +142,10 @@ def run(config: ConfigDict) -> None:
             "reward/failed_fraction": np.isnan(all_rewards).mean(),
         }
         pictures = rollout.gather_images(accelerator, samples, rewards, config.num_log_images)
-        log.log(reward_metrics, step=global_step)
-        log.log_images(*pictures, epoch=epoch, step=global_step)
-        log.draw_curve()
+        with fail_together(accelerator):
+            log.log(reward_metrics, step=global_step)
+            log.log_images(*pictures, epoch=epoch, step=global_step)
+            log.draw_curve()
         reported = time.perf_counter()
 
         # TRAIN   replay the steps in random order; make good ones likelier, within clip_range
@@ -173,7 +186,6 @@ def run(config: ConfigDict) -> None:
                 epoch=epoch + 1,
                 global_step=global_step,
                 run_name=run_name,
-                seed=config.seed,
                 model=identity,
                 stat_tracker=tracker.state_dict() if tracker is not None else None,
                 tracker_run_ids=run_ids,
@@ -207,8 +219,9 @@ def main(argv: list[str], overrides: list[tuple[str, str]]) -> None:
         apply_overrides(config, overrides)
         run(config)
     except ConfigError as error:
-        # Every process finds the same error; one says it.
-        sys.exit(f"error: {error}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
+        # Until there is a process group every process finds the same error, and one says it.
+        silent = not is_initialized() and os.environ.get("LOCAL_RANK", "0") != "0"
+        sys.exit(1 if silent else f"error: {error}")
 
 
 if __name__ == "__main__":

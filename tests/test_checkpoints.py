@@ -24,8 +24,8 @@ from ddpo_pytorch.checkpoints import (
 from ddpo_pytorch.run_plan import ConfigError
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
-LORA = ModelIdentity("a/model", "0123", True, 4, ATTENTION)
-FULL = ModelIdentity("a/model", "0123", False, None, None)
+LORA = ModelIdentity("a/model", "0123", False, True, 4, ATTENTION)
+FULL = ModelIdentity("a/model", "0123", False, False, None, None)
 
 
 def trained(random_sd, use_lora=True, use_8bit_adam=False):
@@ -44,7 +44,7 @@ def trained(random_sd, use_lora=True, use_8bit_adam=False):
 
 
 def state(epoch=1, model=LORA):
-    return TrainingState(epoch=epoch, global_step=7, run_name="run", seed=42, model=model, stat_tracker={"a": [0.1]})
+    return TrainingState(epoch=epoch, global_step=7, run_name="run", model=model, stat_tracker={"a": [0.1]})
 
 
 def save(tmp_path, random_sd, epochs=(1,), limit=5, use_lora=True):
@@ -168,6 +168,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, random_sd, value)
         ({"base_unet": "4567", "pretrained_model": "b/model"}, 'trained on "a/model".*"b/model" has another UNet'),
         ({"lora_rank": 8}, "LoRA rank 4, but config.lora.rank is 8; set it to 4"),
         ({"lora_target_modules": ["to_q"]}, "lora.target_modules is"),
+        ({"use_8bit_adam": True}, "trained with train.use_8bit_adam False.*set it False"),
         ({"use_lora": False}, "holds a LoRA, but config.use_lora is False; set it True"),
     ],
 )
@@ -175,6 +176,7 @@ def test_another_model_than_the_checkpoints_is_refused(tmp_path, change, says):
     with pytest.raises(ConfigError, match=says):
         check_identity(LORA, dataclasses.replace(LORA, **change), tmp_path)
     check_identity(LORA, dataclasses.replace(LORA, pretrained_model="/elsewhere/model"), tmp_path)
+    check_identity(LORA, dataclasses.replace(LORA, base_unet=None), tmp_path)  # not loaded yet
 
 
 def test_a_state_file_that_is_not_ours_is_refused(tmp_path):
@@ -201,7 +203,7 @@ def test_nothing_that_is_read_can_execute_code(tmp_path, random_sd):
 
 def test_going_back_sets_newer_checkpoints_aside(tmp_path, random_sd):
     save(tmp_path, random_sd, epochs=(1, 2, 3))
-    set_aside_newer(tmp_path, tmp_path / "checkpoint_1")
+    set_aside_newer(tmp_path, 1)
     assert find_checkpoint(str(tmp_path)).name == "checkpoint_1"
     assert {path.name for path in tmp_path.iterdir()} == {
         "checkpoint_1",

@@ -6,8 +6,16 @@ import pytest
 from conftest import ROOT
 
 LEVELS = [
-    {"diffusers_patch.ddim_with_logprob", "diffusers_patch.guidance", "prompts", "rewards", "trajectories", "losses"},
-    {"diffusers_patch.pipeline_with_logprob", "stat_tracking", "run_plan", "distributed", "tiny_classifier", "metrics"},
+    {
+        "diffusers_patch.ddim_with_logprob",
+        "diffusers_patch.guidance",
+        "prompts",
+        "rewards",
+        "trajectories",
+        "losses",
+        "stat_tracking",
+    },
+    {"diffusers_patch.pipeline_with_logprob", "run_plan", "distributed", "tiny_classifier", "metrics"},
     {"policy"},
     {"update", "rollout", "checkpoints"},
     {"launch"},

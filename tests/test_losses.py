@@ -39,6 +39,16 @@ def test_advantages_are_clamped():
     assert_close(loss_of(1.0, -80.0)[0], 5.0)
 
 
+def test_a_step_that_failed_counts_for_nothing():
+    log_prob = torch.tensor([0.1, 0.3], requires_grad=True)
+    old = torch.tensor([torch.nan, 0.3])
+    loss, statistics = ppo_clipped_loss(log_prob, old, torch.tensor([5.0, 2.0]), 0.15, 5.0)
+    loss.backward()
+    assert_close(loss.item(), -1.0)  # the other's -2, over both
+    assert_close(log_prob.grad, torch.tensor([0.0, -1.0]))
+    assert statistics["logp_gap"] == statistics["clipfrac"] == 0
+
+
 def test_statistics_by_hand():
     log_prob, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.2, -2.9])
     _, statistics = ppo_clipped_loss(log_prob, old, torch.ones(3), 0.15, 5.0)

@@ -131,8 +131,10 @@ def test_tiny_has_its_experiments():
 # --- configs and files of one's own
 
 
-def test_a_config_written_for_the_original_runs_unchanged(tmp_path):
+def test_a_config_written_for_the_original_runs_unchanged(tmp_path, monkeypatch):
     """It has none of the later options, loads its sibling through `imp`, and names the model that left the hub."""
+    monkeypatch.setattr(sys, "version_info", (3, 12))  # no `imp`, whichever python runs this
+    monkeypatch.delitem(sys.modules, "imp", raising=False)
     own = tmp_path / "own.py"
     own.write_text(
         "import imp, os\n"
@@ -200,6 +202,22 @@ def test_functions_may_come_from_a_file_or_a_module(tmp_path):
     assert plan.reward_factory.__name__ == "jpeg_incompressibility"
 
 
+def test_a_file_of_functions_may_have_dataclasses_and_siblings(tmp_path, monkeypatch):
+    (tmp_path / "sibling_of_mine.py").write_text("WORD = 'hello'\n")
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from sibling_of_mine import WORD\n"
+        "@dataclass\n"
+        "class Prompt:\n    word: str = WORD\n"
+        "def prompt():\n    return Prompt().word, {}\n"
+    )
+    assert plan_with(f"--config.prompt_fn={tmp_path / 'mine.py'}:prompt").prompt_fn() == ("hello", {})
+    (tmp_path / "module_of_mine.py").write_text("def prompt():\n    return 'here', {}\n")
+    monkeypatch.chdir(tmp_path)
+    assert plan_with("--config.prompt_fn=module_of_mine:prompt").prompt_fn() == ("here", {})
+
+
 # --- the command line
 
 
@@ -227,6 +245,12 @@ def test_every_kind_of_option_can_be_set():
     assert config.prompt_fn_kwargs.to_dict() == {"path": "animals.txt", "low": 3}
     assert config.reward_fn_kwargs.to_dict() == {"a": 1, "b": [1, 2], "c": {"d": 0.5}}
     make_plan(config_with("--config.per_prompt_stat_tracking=None"), 1)
+
+
+@pytest.mark.parametrize("text", ["to_q,to_k", "(to_q, to_k)", "('to_q', 'to_k')", "['to_q', 'to_k']", "'to_q','to_k'"])
+def test_a_tuple_of_names_may_be_written_in_any_way(text):
+    assert config_with(f"--config.lora.target_modules={text}").lora.target_modules == ("to_q", "to_k")
+    assert config_with("--config.lora.target_modules=('to_q')").lora.target_modules == ("to_q",)
 
 
 def test_tracking_that_a_config_left_out_can_be_turned_on():
@@ -260,6 +284,8 @@ def test_every_option_can_be_set_on_the_command_line(key):
         ("--config.seed.x=1", "unknown option config.seed.x"),
         ("--config.use_lora=maybe", 'True or False, got "maybe"'),
         ("--config.per_prompt_stat_tracking=3", "None or a dictionary"),
+        ("--config.prompt_fn_kwargs=None", "prompt_fn_kwargs must be a dictionary"),
+        ("--config.train=None", "config.train must be set entry by entry"),
     ],
 )
 def test_wrong_overrides_are_refused(argument, says):

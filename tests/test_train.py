@@ -144,14 +144,24 @@ def test_a_reward_that_fails_on_one_process_ends_both_with_its_message(tmp_path,
     arguments = ["--config", str(ROOT / "config/base.py"), f"--config.pretrained.model={random_sd}", *SMALL_RUN]
     result = launch([*arguments, "--config.reward_fn=mine.py:reward"], tmp_path, num_processes=2)
     assert result.returncode != 0
-    message = "process 1: RuntimeError: reward function mine.py:reward raised RuntimeError: the scorer fell over"
+    message = "process 1: RuntimeError: reward function mine.py:reward failed with RuntimeError: the scorer fell over"
     assert result.stderr.count(f"ProcessFailure: {message}") == 2
 
 
+MANY = ["--config.sample.batch_size=40", "--config.train.batch_size=40", "--config.reward_fn=mine.py:reward"]
+NOW_AND_THEN = """
+def reward():
+    return lambda images, prompts, metadata: [float("nan") if i == 7 else float(i) for i in range(len(prompts))]
+"""
+
+
 def test_wandb_goes_offline_by_itself_and_a_resumed_run_is_the_same_run(tmp_path, random_sd):
+    """With more than 32 rewards, which W&B shows as a histogram, some of which failed."""
+    (tmp_path / "mine.py").write_text(NOW_AND_THEN)
+
     def run(*extra):
         arguments = ["--config", str(ROOT / "config/base.py"), f"--config.pretrained.model={random_sd}", *SMALL_RUN]
-        result = launch([*arguments, "--config.log_with=wandb", *extra], tmp_path)
+        result = launch([*arguments, "--config.log_with=wandb,tensorboard", *MANY, *extra], tmp_path)
         assert result.returncode == 0, result.stderr
         return result.stdout + result.stderr
 
@@ -160,11 +170,13 @@ def test_wandb_goes_offline_by_itself_and_a_resumed_run_is_the_same_run(tmp_path
     folder = run_folder(tmp_path)
     run("--config.num_epochs=2", f"--config.resume_from={folder}")
     assert run_folder(tmp_path) == folder
+    assert list((folder / "ddpo-pytorch").glob("events.out.tfevents.*"))
     files = list((folder / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2 and len({file.name for file in files}) == 1
     assert read_state(folder / "checkpoints" / "checkpoint_2").tracker_run_ids["wandb"] in files[0].name
     pictures = list((folder / "wandb").glob("offline-run-*/files/media/images/images_*.png"))
-    assert len(pictures) == 8
+    assert len(pictures) == 2 * 16
+    assert all(line["reward"][7] is None for line in read_metrics(folder) if "reward" in line)
     assert not (tmp_path / "wandb").exists()
 
 
@@ -217,7 +229,7 @@ def test_gradients_that_stay_not_finite_stop_the_run_and_save_nothing(tmp_path, 
     extra = ["--config.train.learning_rate=1e30", "--config.train.max_skipped_steps=2", "--config.num_epochs=5"]
     result = launch([*arguments, *extra], tmp_path)
     assert result.returncode != 0
-    assert "not finite" in result.stderr or "failed for" in result.stderr
+    assert "not finite" in result.stderr or "more than config.max_failed_fraction" in result.stderr
     assert not list((run_folder(tmp_path) / "checkpoints").glob("checkpoint_*"))
 
 

@@ -141,7 +141,7 @@ def test_an_update_makes_good_samples_likelier_and_bad_ones_less_likely(pipeline
 def test_a_gradient_that_is_not_finite_is_never_applied(pipeline):
     accelerator = Accelerator(cpu=True)
     model, trajectories, advantages = sampled(pipeline, accelerator, True)
-    trajectories.log_probs[1, 0] = torch.nan
+    trajectories.latents[1, 0] = torch.nan
     before = [p.detach().clone() for p in trainable_parameters(model.unet)]
     optimizer = torch.optim.AdamW(trainable_parameters(model.unet), lr=1e-3)
     batch = take(trajectories, advantages, torch.arange(4), torch.zeros(4, dtype=torch.long))

@@ -27,7 +27,7 @@ def _alphas_and_std(
     scheduler: DDIMScheduler, timesteps: torch.Tensor, prev_timesteps: torch.Tensor, eta: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """alpha_bar_t, alpha_bar_{t-1} and sigma_t (DDIM eq. 16) for each entry of `timesteps`, on its device."""
-    # A no-op once the scheduler lives on the device (policy.load_policy puts it there).
+    # A no-op once the scheduler lives on the device (policy.load_scheduler puts it there).
     alphas_cumprod = scheduler.alphas_cumprod.to(timesteps.device)
     final_alpha_cumprod = scheduler.final_alpha_cumprod.to(timesteps.device)
     alpha_bar = alphas_cumprod[timesteps]
