@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
@@ -57,7 +57,7 @@ def make_accelerator(config: ConfigDict) -> Accelerator:
             raise ConfigError(
                 f'config.log_with "{name}" is no tracker of Accelerate, which has {", ".join(known)}; "" is none'
             )
-        if not filter_trackers([name], config.logdir):
+        if name not in {str(tracker) for tracker in get_available_trackers()}:
             raise ConfigError(f'config.log_with "{name}" needs a package that is not here: pip install {name}')
     # float32 products in TensorFloat-32, or exactly
     torch.set_float32_matmul_precision("high" if config.allow_tf32 else "highest")

@@ -1,0 +1,62 @@
+import json
+
+import pytest
+import torch
+from conftest import ROOT
+
+from ddpo_pytorch import launch
+from ddpo_pytorch.run_plan import ConfigError, apply_overrides, load_config
+
+
+def config_with(**options):
+    config = load_config(str(ROOT / "config" / "base.py"))
+    apply_overrides(config, [("mixed_precision", "no"), ("log_with", ""), *options.items()])
+    return config
+
+
+@pytest.mark.parametrize("name, says", [("wandbb", "no tracker of Accelerate.*wandb"), ("aim", "pip install aim")])
+def test_trackers_that_cannot_be_had_are_refused(name, says):
+    with pytest.raises(ConfigError, match=f'"{name}".*{says}'):
+        launch.make_accelerator(config_with(log_with=name))
+
+
+@pytest.mark.parametrize("processes_here, threads", [("1", 4), ("2", 2), ("8", 1)])
+def test_processes_of_a_machine_share_its_cpu_threads(monkeypatch, processes_here, threads):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes_here)
+    launch.make_accelerator(config_with(cpu_threads="4"))
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("name", ["", "mine"])
+def test_a_new_run_has_its_name_date_and_resolved_config(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    config = config_with(run_name=name)
+    run_name, folder = launch.open_run_folder(launch.make_accelerator(config), config, None, None)
+    assert str(folder) == f"logs/{run_name}" and folder.is_dir()
+    assert run_name.startswith("mine_20" if name else "20")
+    document = json.loads((folder / "config.json").read_text())
+    assert document["num_processes"] == 1 and document["config"]["seed"] == 42
+
+
+def test_a_run_never_writes_into_the_folder_of_another(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = config_with()
+    accelerator = launch.make_accelerator(config)
+    _, folder = launch.open_run_folder(accelerator, config, None, None)
+    monkeypatch.setattr(launch, "datetime", type("Frozen", (), {"datetime": Frozen(folder.name)}))
+    with pytest.raises(FileExistsError):
+        launch.open_run_folder(accelerator, config, None, None)
+
+
+class Frozen:
+    """A clock that shows one moment."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def now(self) -> "Frozen":
+        return self
+
+    def strftime(self, pattern: str) -> str:
+        return self.text
