@@ -17,8 +17,8 @@ def test_the_embedded_model_trains_with_a_ratio_of_one(tmp_path, mixed_precision
         "--config.log_with=",
         f"--config.mixed_precision={mixed_precision}",
         f"--config.use_lora={use_lora}",
-        f"--config.train.learning_rate={1e-3 if use_lora else 1e-5}",
-        "--config.train.batch_size=24",
+        f"--config.train.learning_rate={1e-2 if use_lora else 1e-5}",
+        "--config.train.batch_size=48",
         "--config.num_epochs=3",
     ]
     result = launch(arguments, ROOT, ACCELERATE_USE_CPU="false")

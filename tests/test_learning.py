@@ -29,7 +29,7 @@ def draw(folder: Path | None, num_seeds: int) -> tuple[np.ndarray, float]:
         folder: of a run, whose last checkpoint draws; None for the model before training. The noise is the same.
     """
     torch.set_num_threads(2)
-    pipeline = load_pipeline(str(TINY_SD), "main", load_scheduler(str(TINY_SD), "main", 10, 1.0, torch.device("cpu")))
+    pipeline = load_pipeline(str(TINY_SD), "main", load_scheduler(str(TINY_SD), "main", 6, 1.0, torch.device("cpu")))
     if folder is not None:
         last = max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("checkpoint_")))
         pipeline.load_lora_weights(last)
@@ -38,8 +38,8 @@ def draw(folder: Path | None, num_seeds: int) -> tuple[np.ndarray, float]:
         images = pipeline_with_logprob(
             pipeline,
             list(ANIMALS),
-            num_inference_steps=10,
-            guidance_scale=4.0,
+            num_inference_steps=6,
+            guidance_scale=3.0,
             eta=1.0,
             generator=torch.Generator().manual_seed(seed),
             output_type="pt",

@@ -251,8 +251,8 @@ def test_accelerate_launch_runs_the_embedded_model(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     for line in (
-        "samples per epoch: 24 = 24 x 1 batches",
-        "batch per update:  12 = 12 x 1 accumulated",
+        "samples per epoch: 48 = 48 x 1 batches",
+        "batch per update:  24 = 24 x 1 accumulated",
         "updates per epoch: 2,",
         "trainable parameters",
     ):
