@@ -20,7 +20,7 @@ def compressibility():
     config.pretrained.model = os.path.join(os.path.dirname(ddpo_pytorch.__file__), "assets", "tiny_sd")
     config.mixed_precision = "no"
     config.cpu_threads = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-    config.num_epochs = 16
+    config.num_epochs = 12
     config.save_freq = 4
 
     # Six steps draw recognisable animals already; more samples teach more than more steps.

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
-from diffusers.utils import convert_state_dict_to_diffusers
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
@@ -55,8 +54,11 @@ class TrainingState:
 
 
 def lora_state_dict(unet: UNet2DConditionModel) -> dict[str, torch.Tensor]:
-    """The live LoRA factors under diffusers' names (copying into them changes the UNet)."""
-    return convert_state_dict_to_diffusers(get_peft_model_state_dict(unet))
+    """The live LoRA factors (copying into them changes the UNet), under peft's names, which diffusers loads.
+
+    diffusers' own conversion renames the factors of some layers and not of others, and its loader then drops the former.
+    """
+    return get_peft_model_state_dict(unet)
 
 
 def check_weights_agree(accelerator: Accelerator, unet: torch.nn.Module) -> None:

@@ -28,13 +28,13 @@ LORA = ModelIdentity("a/model", "0123", False, True, 4, ATTENTION)
 FULL = ModelIdentity("a/model", "0123", False, False, None, None)
 
 
-def trained(random_sd, use_lora=True, use_8bit_adam=False):
+def trained(random_sd, use_lora=True, use_8bit_adam=False, targets=ATTENTION):
     """A pipeline whose trained weights have moved, and its optimizer."""
     pipeline = StableDiffusionPipeline.from_pretrained(random_sd, safety_checker=None)
     pipeline.set_progress_bar_config(disable=True)
     unet = pipeline.unet.requires_grad_(False)
     torch.manual_seed(1)
-    policy.make_trainable(unet, use_lora, 4, ATTENTION, torch.float32)
+    policy.make_trainable(unet, use_lora, 4, targets, torch.float32)
     parameters = policy.trainable_parameters(unet)
     optimizer = policy.make_optimizer(parameters, 0.05, (0.9, 0.999), 1e-4, 1e-8, use_8bit_adam)
     for parameter in parameters:
@@ -47,8 +47,8 @@ def state(epoch=1, model=LORA):
     return TrainingState(epoch=epoch, global_step=7, run_name="run", model=model, stat_tracker={"a": [0.1]})
 
 
-def save(tmp_path, random_sd, epochs=(1,), limit=5, use_lora=True):
-    pipeline, optimizer = trained(random_sd, use_lora)
+def save(tmp_path, random_sd, epochs=(1,), limit=5, use_lora=True, targets=ATTENTION):
+    pipeline, optimizer = trained(random_sd, use_lora, targets=targets)
     for epoch in epochs:
         save_checkpoint(
             tmp_path, pipeline.unet, optimizer.state_dict(), state(epoch, LORA if use_lora else FULL), limit
@@ -89,12 +89,19 @@ def picture(pipeline):
     return pipeline("cat", num_inference_steps=3, eta=1.0, generator=generator, output_type="pt").images
 
 
-def test_stock_diffusers_loads_the_lora_and_draws_what_the_trainer_draws(tmp_path, random_sd):
-    pipeline, _ = save(tmp_path, random_sd)
+EVERYWHERE = [*ATTENTION, "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2", "conv1", "conv2"]
+
+
+@pytest.mark.filterwarnings("error:.*PEFT:RuntimeWarning")
+@pytest.mark.parametrize("targets", [ATTENTION, EVERYWHERE, ["conv1"]], ids=["attention", "everywhere", "convolutions"])
+def test_stock_diffusers_loads_the_lora_and_draws_what_the_trainer_draws(tmp_path, random_sd, targets):
+    pipeline, _ = save(tmp_path, random_sd, targets=targets)
     stock = StableDiffusionPipeline.from_pretrained(random_sd, safety_checker=None)
     stock.set_progress_bar_config(disable=True)
     untrained = picture(stock)
     stock.load_lora_weights(tmp_path / "checkpoint_1")
+    loaded = {name for name, _ in stock.unet.named_parameters() if "lora" in name}
+    assert len(loaded) == len(policy.trainable_parameters(pipeline.unet))
     assert_close(picture(stock), picture(pipeline))
     assert (picture(stock) - untrained).abs().max() > 0.01
 
