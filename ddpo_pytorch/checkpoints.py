@@ -56,7 +56,7 @@ class TrainingState:
 def lora_state_dict(unet: UNet2DConditionModel) -> dict[str, torch.Tensor]:
     """The live LoRA factors (copying into them changes the UNet), under peft's names, which diffusers loads.
 
-    diffusers' own conversion renames the factors of some layers and not of others, and its loader then drops the former.
+    diffusers' own conversion renames the factors of some layers and not of others, and its loader drops the former.
     """
     return get_peft_model_state_dict(unet)
 
