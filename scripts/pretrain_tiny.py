@@ -23,12 +23,14 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
-from PIL import Image, ImageDraw
+from PIL import Image
 from safetensors.torch import save_file
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+from ddpo_pytorch.metrics import image_grid
+from ddpo_pytorch.rewards import jpeg_kilobytes, to_uint8
 from ddpo_pytorch.tiny_classifier import ANIMALS, WEIGHTS, TinyClassifier, load_tiny_classifier
 
 SIZE = 64
@@ -468,30 +470,6 @@ def draw(pipe: StableDiffusionPipeline, samples: int, eta: float) -> torch.Tenso
     return torch.stack(rounds, dim=1)
 
 
-def jpeg_kilobytes(image: torch.Tensor) -> float:
-    """The size of a picture as DDPO's compressibility rewards measure it: JPEG at quality 95, in 1000 bytes."""
-    buffer = io.BytesIO()
-    to_pil(image).save(buffer, format="JPEG", quality=95)
-    return buffer.tell() / 1000
-
-
-def to_pil(image: torch.Tensor) -> Image.Image:
-    return Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy())
-
-
-def save_grid(images: torch.Tensor, path: Path, columns: int = 9, zoom: int = 2) -> None:
-    """Saves one captioned picture of each animal."""
-    side, caption = SIZE * zoom, 16
-    rows = math.ceil(len(ANIMALS) / columns)
-    grid = Image.new("RGB", (columns * (side + 4), rows * (side + caption)), "white")
-    pen = ImageDraw.Draw(grid)
-    for i, (animal, image) in enumerate(zip(ANIMALS, images, strict=True)):
-        x, y = i % columns * (side + 4), i // columns * (side + caption)
-        grid.paste(to_pil(image).resize((side, side), Image.Resampling.BICUBIC), (x + 2, y))
-        pen.text((x + side // 2, y + side + caption // 2), animal, fill="black", anchor="mm")
-    grid.save(path)
-
-
 @torch.no_grad()
 def accuracy(classifier: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Whether each picture is given its label, as 0 or 1."""
@@ -513,13 +491,13 @@ def stage_evaluate(args: argparse.Namespace) -> None:
     for eta in args.eta:
         images = draw(pipe, args.samples, eta)
         hits = accuracy(classifier, images.flatten(0, 1), labels_of(images.flatten(0, 1))).view(len(ANIMALS), -1)
-        sizes = [[jpeg_kilobytes(image) for image in row] for row in images]
+        sizes = np.stack([jpeg_kilobytes(row) for row in images])
         print(f"eta {eta}: share given to the prompted animal, JPEG kilobytes (mean and standard deviation)")
         for animal, hit, size in zip(ANIMALS, hits, sizes, strict=True):
-            print(f"  {animal:10} {hit.mean():.2f}  {np.mean(size):.2f} {np.std(size):.2f}")
-        print(f"  {'all':10} {hits.mean():.3f}  {np.mean(sizes):.2f} {np.mean(np.std(sizes, axis=1)):.2f}", flush=True)
+            print(f"  {animal:10} {hit.mean():.2f}  {size.mean():.2f} {size.std():.2f}")
+        print(f"  {'all':10} {hits.mean():.3f}  {sizes.mean():.2f} {sizes.std(axis=1).mean():.2f}", flush=True)
     if args.grid:
-        save_grid(images[:, 0], args.grid)
+        image_grid(list(to_uint8(images[:, 0])), ANIMALS, columns=9).save(args.grid)
 
 
 STAGES = {f.__name__.removeprefix("stage_"): f for f in (stage_data, stage_vae, stage_classifier, stage_unet)}
