@@ -50,6 +50,8 @@ def incompressibility():
 def aesthetic():
     """Goal: images that LAION's aesthetic predictor likes. Prompts: 45 common animals.
 
+    Waits for the reward `aesthetic_score`, which this version does not have yet.
+
     accelerate launch scripts/train.py --config config/dgx.py:aesthetic              on 8 GPUs
 
     Samples per epoch: 8 GPUs x 8 x 4 batches = 256. Per update: 8 GPUs x 4 x 4 accumulated = 128: 2 updates per epoch.
@@ -68,6 +70,8 @@ def aesthetic():
 
 def prompt_image_alignment():
     """Goal: images of animals doing what the prompt says, judged by a vision-language model on the other two GPUs.
+
+    Waits for the reward `llava_bertscore`, which this version does not have yet.
 
     accelerate launch --num_processes 6 scripts/train.py --config config/dgx.py:prompt_image_alignment
 

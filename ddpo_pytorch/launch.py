@@ -66,7 +66,7 @@ def make_accelerator(config: ConfigDict) -> Accelerator:
     try:
         accelerator = Accelerator(
             mixed_precision=config.mixed_precision,
-            log_with=names,
+            log_with=names or None,
             project_config=ProjectConfiguration(project_dir=config.logdir, logging_dir=config.logdir),
             # A UNet has no buffers that training changes.
             kwargs_handlers=[
@@ -110,7 +110,12 @@ def open_run_folder(
         run_folder = Path(config.logdir) / run_name
     with fail_together(accelerator):
         if accelerator.is_main_process:
-            run_folder.mkdir(parents=True, exist_ok=resumed is not None)
+            try:
+                run_folder.mkdir(parents=True, exist_ok=resumed is not None)
+            except OSError as error:
+                raise ConfigError(
+                    f'config.logdir "{config.logdir}": cannot make the folder {run_folder}: {error}'
+                ) from error
             if resumed is not None:
                 checkpoints.set_aside_newer(run_folder / "checkpoints", resumed.epoch)
             document = {

@@ -64,7 +64,10 @@ def _adamw_8bit() -> Callable[..., torch.optim.Optimizer]:
 
 
 def _cannot_load(model: str, error: Exception) -> ConfigError:
-    if Path(model).expanduser().exists() or model.startswith((".", "/", "~")):
+    is_folder = Path(model).expanduser().exists()
+    if not is_folder and model.startswith((".", "/", "~")):
+        return ConfigError(f'config.pretrained.model "{model}": there is no such folder')
+    if is_folder:
         place = (
             f'config.pretrained.model "{model}": no Stable Diffusion pipeline in diffusers\' layout can be read there'
         )
@@ -73,8 +76,12 @@ def _cannot_load(model: str, error: Exception) -> ConfigError:
             f'config.pretrained.model "{model}" is no folder here, and cannot be had from the hub; give a folder with '
             "--config.pretrained.model=FOLDER, or try --config config/tiny.py, whose model ships with this package"
         )
-    reason = " ".join(str(error).split())
-    return ConfigError(f"{place} ({type(error).__name__}: {reason[:300]})")
+    # The hub's library wraps "no connection" into "no such file".
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    reason = next((e for e in causes if "connect" in type(e).__name__.lower()), error)
+    return ConfigError(f"{place} ({type(reason).__name__}: {' '.join(str(reason).split())[:300]})")
 
 
 def load_scheduler(model: str, revision: str, num_steps: int, eta: float, device: torch.device) -> DDIMScheduler:

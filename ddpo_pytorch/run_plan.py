@@ -191,11 +191,11 @@ def _parsed(key: str, text: str, current: Any) -> Any:
             return tuple(value)
         return tuple(part.strip(" '\"") for part in text.strip("()[]").split(",") if part.strip())
     if isinstance(current, ConfigDict):
-        if value is None and key == TRACKING:
+        if key == TRACKING and text.lower() == "none":
             return None
         if not isinstance(value, dict) or not (key in FREE_DICTS or key == TRACKING):
             allowed = "None or a dictionary" if key == TRACKING else "a dictionary"
-            hint = f'{allowed}, as {{"key": 1}}' if key in FREE_DICTS or key == TRACKING else "set entry by entry"
+            hint = allowed if key in FREE_DICTS or key == TRACKING else "set entry by entry"
             raise ConfigError(f'config.{key} must be {hint}; got "{text}"')
         return ConfigDict(value)
     return value
@@ -320,7 +320,8 @@ def _check_arguments(function: Callable, kwargs: dict, option: str) -> None:
     try:
         inspect.signature(function).bind(**kwargs)
     except TypeError as error:
-        signature = f"{getattr(function, '__name__', function)}{inspect.signature(function)}"
+        parameters = inspect.signature(function).replace(return_annotation=inspect.Signature.empty)
+        signature = f"{getattr(function, '__name__', function)}{parameters}"
         raise ConfigError(f"config.{option}_kwargs {kwargs} do not fit {signature}: {error}") from error
 
 
@@ -402,7 +403,7 @@ def make_plan(config: ConfigDict, num_processes: int) -> RunPlan:
     if num_train_timesteps < 1:
         raise ConfigError(
             f"train.timestep_fraction {train.timestep_fraction} of sample.num_steps {sample.num_steps} leaves no step "
-            f"to train on; it must be at least {1 / sample.num_steps:g}"
+            f"to train on; it must be at least 1/{sample.num_steps}"
         )
 
     if sample.batch_size % train.batch_size:

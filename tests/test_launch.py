@@ -45,7 +45,7 @@ def test_a_run_never_writes_into_the_folder_of_another(tmp_path, monkeypatch):
     accelerator = launch.make_accelerator(config)
     _, folder = launch.open_run_folder(accelerator, config, None, None)
     monkeypatch.setattr(launch, "datetime", type("Frozen", (), {"datetime": Frozen(folder.name)}))
-    with pytest.raises(FileExistsError):
+    with pytest.raises(ConfigError, match="cannot make the folder logs/.*File exists"):
         launch.open_run_folder(accelerator, config, None, None)
 
 

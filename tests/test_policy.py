@@ -124,6 +124,8 @@ def test_a_model_that_cannot_be_had_is_named_with_ways_out(tmp_path, monkeypatch
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r'"nobody/nothing".*--config.pretrained.model=FOLDER.*config/tiny.py'):
         policy.load_scheduler("nobody/nothing", "main", 10, 1.0, CPU)
+    with pytest.raises(ConfigError, match='"./nowhere": there is no such folder'):
+        policy.load_scheduler("./nowhere", "main", 10, 1.0, CPU)
     with pytest.raises(ConfigError, match=r"no Stable Diffusion pipeline"):
         policy.load_scheduler(str(tmp_path), "main", 10, 1.0, CPU)
 

@@ -304,7 +304,7 @@ def test_wrong_overrides_are_refused(argument, says):
         (["sample.num_batches_per_epoch=1"], "one sample per epoch"),
         (["sample.eta=0.0"], "config.sample.eta .* 0.0"),
         (["sample.eta=1.5"], "config.sample.eta .* 1.5"),
-        (["train.timestep_fraction=0.01"], "timestep_fraction 0.01 of sample.num_steps 50 leaves no step .* 0.02"),
+        (["train.timestep_fraction=0.01"], "timestep_fraction 0.01 of sample.num_steps 50 leaves no step .* 1/50"),
         (["train.timestep_fraction=1.5"], "timestep_fraction .* at most 1; got 1.5"),
         (["train.cfg=False"], "train.cfg is False while sample.guidance_scale is 5.0"),
         (["per_prompt_stat_tracking.buffer_size=8"], r"buffer_size \(8\) must be at least min_count \(16\)"),
