@@ -6,7 +6,7 @@ The one module besides the plan that reads the config.
 import datetime
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -144,8 +144,19 @@ def save_together(
             checkpoints.save_checkpoint(folder, unet, optimizer.state_dict(), state, num_checkpoint_limit)
 
 
+def changed_options(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    """What a resumed run does otherwise than the run before it, as "key old -> new"; where it stops is not among it."""
+    old, new = (metrics.flatten(json.loads(json.dumps(config, default=str))) for config in (saved, present))
+    keys = sorted((old.keys() | new.keys()) - {"resume_from", "num_epochs"})
+    return [f"{key} {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
+
+
 def describe(
-    plan: RunPlan, accelerator: Accelerator, model: policy.Policy, run_folder: Path, checkpoint: Path | None
+    plan: RunPlan,
+    accelerator: Accelerator,
+    model: policy.Policy,
+    run_folder: Path,
+    resumed: checkpoints.TrainingState | None,
 ) -> str:
     """The plan, for people."""
     config, device = plan.config, accelerator.device
@@ -165,6 +176,10 @@ def describe(
         "device": f"{device} ({hardware}), mixed precision {config.mixed_precision}, "
         f"UNet weights {' and '.join(dtypes)}",
         "prompts, reward": f"{config.prompt_fn}, {config.reward_fn}",
-        "run folder": f"{run_folder}" + (f", resumed from {checkpoint.name}" if checkpoint else ""),
+        "run folder": f"{run_folder}",
     }
+    if resumed is not None:
+        lines["resumed"] = f"after {resumed.epoch} epochs"
+        if changed := changed_options(resumed.config, config.to_dict()):
+            lines["changed options"] = ", ".join(changed)
     return "\n".join(f"{name + ':':<19}{value}" for name, value in lines.items())

@@ -99,7 +99,7 @@ def run(config: ConfigDict) -> None:
         run_ids |= metrics.start_trackers(accelerator, run_folder, run_name, config.to_dict(), run_ids)
         reward_fn = plan.reward_factory(**config.reward_fn_kwargs.to_dict())
     executor = launch.reward_threads(accelerator.device, config.num_reward_workers)
-    accelerator.print(launch.describe(plan, accelerator, model, run_folder, checkpoint), flush=True)
+    accelerator.print(launch.describe(plan, accelerator, model, run_folder, resumed), flush=True)
 
     skipped_in_a_row = 0
     for epoch in range(first_epoch, config.num_epochs):

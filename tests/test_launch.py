@@ -49,6 +49,12 @@ def test_a_run_never_writes_into_the_folder_of_another(tmp_path, monkeypatch):
         launch.open_run_folder(accelerator, config, None, None)
 
 
+def test_a_resumed_run_says_which_options_it_changes():
+    saved = {"seed": 1, "lora": {"target_modules": ["to_q"]}, "train": {"learning_rate": 1e-3}, "num_epochs": 2}
+    present = {"seed": 1, "lora": {"target_modules": ("to_q",)}, "train": {"learning_rate": 1e-4}, "num_epochs": 4}
+    assert launch.changed_options(saved, present) == ["train.learning_rate 0.001 -> 0.0001"]
+
+
 class Frozen:
     """A clock that shows one moment."""
 
