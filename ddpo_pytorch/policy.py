@@ -213,11 +213,6 @@ class Policy:
     eta: float
     negative_prompt_embeds: torch.Tensor | None
 
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> torch.Tensor:
-        """Prompt embeddings (B, L, D)."""
-        return encode_prompts(self.pipeline, prompts)
-
     def sample(
         self,
         prompts: Sequence[str],
@@ -229,7 +224,7 @@ class Policy:
         Returns:
             Images, float32 (B, 3, H, W) in [0, 1] on the device; and the trajectories.
         """
-        prompt_embeds = self.encode(prompts)
+        prompt_embeds = encode_prompts(self.pipeline, prompts)
         config = self.pipeline.unet.config
         shape = (len(prompts), config.in_channels, config.sample_size, config.sample_size)
         latents = torch.randn(shape, generator=generator, device=prompt_embeds.device)

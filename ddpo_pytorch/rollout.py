@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from ddpo_pytorch.policy import Policy
-from ddpo_pytorch.rewards import RewardFn, checked_rewards
+from ddpo_pytorch.rewards import RewardFn, checked_rewards, to_uint8
 from ddpo_pytorch.stat_tracking import PerPromptStatTracker, normalize_rewards
 from ddpo_pytorch.trajectories import Trajectories
 
@@ -81,7 +81,7 @@ def sample_epoch(
         batch_images, batch_trajectories = policy.sample(prompts[batch], generator, lambda *_: on_step())
         batch_images = batch_images.cpu()
         pending.append(executor.submit(score, reward_fn, batch_images, prompts[batch], metadata[batch], reward_name))
-        images.append((batch_images.nan_to_num() * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy())
+        images.append(to_uint8(batch_images.nan_to_num()))
         trajectories.append(batch_trajectories)
     return Rollout(list(prompts), np.concatenate(images), Trajectories.cat(trajectories), pending)
 

@@ -193,10 +193,9 @@ def _parsed(key: str, text: str, current: Any) -> Any:
     if isinstance(current, ConfigDict):
         if key == TRACKING and text.lower() == "none":
             return None
-        if not isinstance(value, dict) or not (key in FREE_DICTS or key == TRACKING):
-            allowed = "None or a dictionary" if key == TRACKING else "a dictionary"
-            hint = allowed if key in FREE_DICTS or key == TRACKING else "set entry by entry"
-            raise ConfigError(f'config.{key} must be {hint}; got "{text}"')
+        allowed = {TRACKING: "None or a dictionary", **dict.fromkeys(FREE_DICTS, "a dictionary")}
+        if not isinstance(value, dict) or key not in allowed:
+            raise ConfigError(f'config.{key} must be {allowed.get(key, "set entry by entry")}; got "{text}"')
         return ConfigDict(value)
     return value
 
