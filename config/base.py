@@ -41,6 +41,8 @@ def get_config():
     config.num_reward_workers = 2
     # Share of an epoch's samples whose reward may fail (be NaN) before the run stops, 0 to 1.
     config.max_failed_fraction = 0.1
+    # Seconds that a reward function may take for one batch of images before the run stops.
+    config.reward_timeout = 600.0
     # CPU threads that this machine's processes share when there is no GPU. 0: as the launcher set them.
     config.cpu_threads = 0
     # Minutes that processes wait for each other, for instance for the slowest one's rewards, before the run stops.

@@ -19,7 +19,7 @@ from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from ddpo_pytorch.run_plan import ConfigError
+from ddpo_pytorch.named_functions import ConfigError
 
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.pt"
@@ -48,6 +48,7 @@ class TrainingState:
     run_name: str
     model: ModelIdentity
     stat_tracker: dict[str, list[float]] | None = None
+    reward: dict[str, list[float]] | None = None  # the scales of a weighted sum's components
     tracker_run_ids: dict[str, str] = field(default_factory=dict)
     scaler: dict[str, Any] | None = None
     config: dict[str, Any] = field(default_factory=dict)

@@ -6,10 +6,10 @@ The one module besides the plan that reads the config.
 import datetime
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -25,7 +25,9 @@ from tqdm import tqdm
 
 from ddpo_pytorch import checkpoints, metrics, policy
 from ddpo_pytorch.distributed import fail_together
-from ddpo_pytorch.run_plan import ConfigError, RunPlan
+from ddpo_pytorch.named_functions import ConfigError, with_device
+from ddpo_pytorch.run_plan import RunPlan
+from ddpo_pytorch.scoring import RewardFn
 
 Item = TypeVar("Item")
 
@@ -83,11 +85,36 @@ def make_accelerator(config: ConfigDict) -> Accelerator:
     return accelerator
 
 
-def reward_threads(device: torch.device, num_workers: int) -> ThreadPoolExecutor:
-    """Threads for rewards, on this process's GPU: the current device is a thread's own, and starts as the first."""
-    if device.type != "cuda":
-        return ThreadPoolExecutor(num_workers)
-    return ThreadPoolExecutor(num_workers, initializer=torch.cuda.set_device, initargs=(device,))
+def make_reward(accelerator: Accelerator, plan: RunPlan) -> RewardFn:
+    """The reward function that the config asks for, on this process's device; every process must call this.
+
+    Raises:
+        ConfigError: it cannot be made: a model or server is not to be had, or what was made is no function.
+    """
+    name = plan.config.reward_fn
+    kwargs = with_device(plan.reward_factory, plan.config.reward_fn_kwargs.to_dict(), accelerator.device)
+    with fail_together(accelerator):
+        try:
+            reward_fn = plan.reward_factory(**kwargs)
+        except ConfigError:
+            raise
+        except (ValueError, OSError, ImportError) as error:
+            raise ConfigError(f"config.reward_fn {name}: {error}") from error
+        if not callable(reward_fn):
+            raise ConfigError(
+                f"config.reward_fn {name} must return a function f(images, prompts, metadata); it returned "
+                f"{type(reward_fn).__name__}"
+            )
+    return reward_fn
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, with its dashboards closed, even if a reward thread is still busy."""
+    if (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
+        wandb.finish(exit_code=code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def open_run_folder(

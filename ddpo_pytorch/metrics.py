@@ -146,17 +146,14 @@ class RunLog:
             file.write(json.dumps(line) + "\n")
         self._extend_curve(line)
 
-    def log_images(
-        self, images: Sequence[np.ndarray], prompts: Sequence[str], rewards: Sequence[float], epoch: int, step: int
-    ) -> None:
-        """Pictures with their whole prompt and reward, to the dashboards and as `images/epoch_NNN.jpg`.
+    def log_images(self, images: Sequence[np.ndarray], captions: Sequence[str], epoch: int, step: int) -> None:
+        """Pictures over their captions, to the dashboards and as `images/epoch_NNN.jpg`.
 
         Args:
             images: uint8 (H, W, 3) each.
         """
         if not images or not self.accelerator.is_main_process:
             return
-        captions = [f"{prompt} | {reward:.2f}" for prompt, reward in zip(prompts, rewards, strict=True)]
         grid = image_grid(images, captions)
         for tracker in self.accelerator.trackers:
             if tracker.name == "wandb":
@@ -192,11 +189,55 @@ class RunLog:
         figure.savefig(self.run_folder / "reward.png", dpi=120)
 
 
+def caption(
+    prompt: str, reward: float, details: Mapping[str, float], notes: Mapping[str, str], failure: str | None
+) -> str:
+    """What stands below a picture: the whole prompt, the reward, and what else the reward function said of it."""
+    parts = [prompt, f"{reward:.2f}", *(f"{name} {value:.3g}" for name, value in details.items())]
+    parts += [f"{name}: {_shortened(text)}" for name, text in notes.items() if text]
+    return " | ".join(parts + ([f"failed: {_shortened(failure)}"] if failure else []))
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 120 else line[:119] + "…"
+
+
+def reward_metrics(epoch: int, rewards: np.ndarray, details: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """An epoch's rewards and their statistics over the samples that were scored.
+
+    Args:
+        rewards: float64 (n,), NaN for failed samples.
+        details: float64 (n,) by name: a weighted sum's components, and other numbers per image.
+    """
+    values: dict[str, Any] = {
+        "reward": rewards,
+        "epoch": epoch,
+        "reward_mean": _mean(rewards),
+        "reward_std": float(np.nanstd(rewards)) if np.isfinite(rewards).any() else math.nan,
+        "reward/failed_fraction": float(np.isnan(rewards).mean()),
+    }
+    for name, numbers in details.items():
+        values |= {f"reward/{name}": numbers, f"reward/{name}_mean": _mean(numbers)}
+    return values
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.nanmean(values)) if np.isfinite(values).any() else math.nan
+
+
 def summary(values: Mapping[str, Any]) -> str:
-    """An epoch in one line."""
+    """An epoch in one line, with the means of what makes up its reward."""
+    means = [
+        f"{key.removeprefix('reward/').removesuffix('_mean')} {value:.4g}"
+        for key, value in values.items()
+        if key.startswith("reward/") and key.endswith("_mean")
+    ]
+    parts = f" ({', '.join(means)})" if means else ""
+    failed = f", {values['reward/failed_fraction']:.1%} failed" if values["reward/failed_fraction"] else ""
     skipped = f", {values['policy/skipped_steps']} updates skipped" if values["policy/skipped_steps"] else ""
     return (
-        f"epoch {values['epoch']}: reward {values['reward_mean']:.4g} +- {values['reward_std']:.3g}, "
+        f"epoch {values['epoch']}: reward {values['reward_mean']:.4g} +- {values['reward_std']:.3g}{parts}{failed}, "
         f"logp_gap {values['policy/logp_gap']:.1e}, {values['time/epoch_s']:.1f} s{skipped}"
     )
 

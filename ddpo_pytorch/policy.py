@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from ddpo_pytorch.diffusers_patch.ddim_with_logprob import ddim_std, ddim_step_with_logprob, previous_timesteps
 from ddpo_pytorch.diffusers_patch.guidance import predict_noise, uses_guidance
 from ddpo_pytorch.diffusers_patch.pipeline_with_logprob import decode_latents, denoise_with_logprob
-from ddpo_pytorch.run_plan import ConfigError
+from ddpo_pytorch.named_functions import ConfigError
 from ddpo_pytorch.trajectories import MicroBatch, Trajectories
 
 WEIGHT_DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

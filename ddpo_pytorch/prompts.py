@@ -22,7 +22,7 @@ ASSETS = Path(__file__).parent / "assets"
 
 
 @functools.cache
-def _inflect_engine():  # type: ignore[no-untyped-def]
+def inflect_engine():  # type: ignore[no-untyped-def]
     import inflect  # deferred: 2 s, and only the functions that build phrases need it
 
     return inflect.engine()
@@ -90,7 +90,7 @@ def simple_animals() -> tuple[str, dict]:
 def nouns_activities(nouns_file: str, activities_file: str) -> tuple[str, dict]:
     """ "a(n) [noun] [activity]": the alignment experiment's prompts. Files as in `from_file`."""
     noun, activity = random.choice(_load_lines(nouns_file)), random.choice(_load_lines(activities_file))
-    return f"{_inflect_engine().a(noun)} {activity}", {}
+    return f"{inflect_engine().a(noun)} {activity}", {}
 
 
 def counting(nouns_file: str, low: int, high: int) -> tuple[str, dict]:
@@ -105,7 +105,7 @@ def counting(nouns_file: str, low: int, high: int) -> tuple[str, dict]:
     """
     if not 0 <= low <= high:
         raise ValueError(f"counting needs 0 <= low <= high, got low {low} and high {high}")
-    engine = _inflect_engine()
+    engine = inflect_engine()
     count = random.randint(low, high)
     number, noun = engine.number_to_words(count), random.choice(_load_lines(nouns_file))
     metadata = {

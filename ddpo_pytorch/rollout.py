@@ -1,10 +1,9 @@
-"""Prompts become images, trajectories and pending rewards; rewards become advantages.
+"""Prompts become images, trajectories and scores; scores become advantages.
 
-Rewards are computed in worker threads while the next batch is denoised. Knows nothing of configs or of the update.
+Images are scored in worker threads while the next batch is denoised. Knows nothing of configs or of the update.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,10 +11,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from ddpo_pytorch.images import to_uint8
+from ddpo_pytorch.metrics import caption
 from ddpo_pytorch.policy import Policy
-from ddpo_pytorch.rewards import RewardFn, checked_rewards, to_uint8
+from ddpo_pytorch.scoring import RewardFn, RewardWorkers, Scores, too_many_failed
 from ddpo_pytorch.stat_tracking import PerPromptStatTracker, normalize_rewards
 from ddpo_pytorch.trajectories import Trajectories
+from ddpo_pytorch.weighted_sum import WeightedSum
 
 
 @dataclass
@@ -24,13 +26,11 @@ class Rollout:
 
     Attributes:
         images: uint8 (n, H, W, 3), for people to look at.
-        pending: a future per batch, resolving to its rewards, float64 (B,).
     """
 
     prompts: list[str]
     images: np.ndarray
     trajectories: Trajectories
-    pending: list[Future]
 
 
 def draw_prompts(prompt_fn: Callable[..., tuple[str, dict]], kwargs: dict, count: int) -> tuple[list[str], list[dict]]:
@@ -39,72 +39,38 @@ def draw_prompts(prompt_fn: Callable[..., tuple[str, dict]], kwargs: dict, count
     return [prompt for prompt, _ in drawn], [metadata for _, metadata in drawn]
 
 
-def score(
-    reward_fn: RewardFn, images: torch.Tensor, prompts: Sequence[str], metadata: Sequence[dict], name: str
-) -> np.ndarray:
-    """Call a reward function and check what it returns; runs in a worker thread.
-
-    Args:
-        images: float32 (B, 3, H, W) in [0, 1] on the CPU.
-        name: of the function, for messages.
-
-    Returns:
-        float64 (B,), NaN for a failed sample.
-    """
-    drawn = images.isfinite().flatten(1).all(1).numpy()
-    with torch.no_grad():  # thread-local, so the caller's does not reach here
-        result = reward_fn(images.nan_to_num(), list(prompts), list(metadata))
-    # A picture that half precision could not draw would score as a black one.
-    return np.where(drawn, checked_rewards(result, len(prompts), name), np.nan)
-
-
 def sample_epoch(
     policy: Policy,
     prompts: Sequence[str],
     metadata: Sequence[dict],
     batch_size: int,
     generator: torch.Generator,
-    reward_fn: RewardFn,
-    reward_name: str,
-    executor: ThreadPoolExecutor,
+    workers: RewardWorkers,
     on_step: Callable[[], None],
 ) -> Rollout:
-    """Denoise all prompts batch by batch, and hand each batch of finished images to the executor.
+    """Denoise all prompts batch by batch, and hand each batch of finished images to the reward workers.
 
     Args:
         prompts: n, a multiple of batch_size.
         on_step: called after every denoising step.
-    """
-    trajectories, images, pending = [], [], []
-    for start in range(0, len(prompts), batch_size):
-        batch = slice(start, start + batch_size)
-        batch_images, batch_trajectories = policy.sample(prompts[batch], generator, lambda *_: on_step())
-        batch_images = batch_images.cpu()
-        pending.append(executor.submit(score, reward_fn, batch_images, prompts[batch], metadata[batch], reward_name))
-        images.append(to_uint8(batch_images.nan_to_num()))
-        trajectories.append(batch_trajectories)
-    return Rollout(list(prompts), np.concatenate(images), Trajectories.cat(trajectories), pending)
-
-
-def collect_rewards(pending: Sequence[Future], reward_name: str, on_batch: Callable[[], None]) -> np.ndarray:
-    """Wait for this process's rewards: float64 (n,), NaN for failed samples.
-
-    Args:
-        on_batch: called when a batch's rewards are there.
 
     Raises:
-        RuntimeError: the reward function raised, or returned what are no rewards; the message has its name.
+        RewardFailure: a batch could not be scored; the rest is not sampled any more.
     """
-    rewards = []
-    for future in pending:
-        try:
-            rewards.append(future.result())
-        except Exception as error:
-            for other in pending:
-                other.cancel()
-            raise RuntimeError(f"reward function {reward_name} failed with {type(error).__name__}: {error}") from error
-        on_batch()
-    return np.concatenate(rewards)
+
+    def after_step(*_: int) -> None:
+        on_step()
+        workers.check()
+
+    trajectories, images = [], []
+    for start in range(0, len(prompts), batch_size):
+        batch = slice(start, start + batch_size)
+        batch_images, batch_trajectories = policy.sample(prompts[batch], generator, after_step)
+        batch_images = batch_images.cpu()
+        workers.submit(batch_images, prompts[batch], metadata[batch])
+        images.append(to_uint8(batch_images.nan_to_num()))
+        trajectories.append(batch_trajectories)
+    return Rollout(list(prompts), np.concatenate(images), Trajectories.cat(trajectories))
 
 
 def compute_advantages(tracker: PerPromptStatTracker | None, prompts: Sequence[str], rewards: np.ndarray) -> np.ndarray:
@@ -113,26 +79,29 @@ def compute_advantages(tracker: PerPromptStatTracker | None, prompts: Sequence[s
 
 
 def gather_samples(
-    accelerator: Accelerator,
-    prompts: Sequence[str],
-    rewards: np.ndarray,
-    reward_name: str,
-    max_failed_fraction: float,
-) -> tuple[list[str], np.ndarray]:
-    """Every process's prompts and rewards on every process, in the order of the processes.
+    accelerator: Accelerator, prompts: Sequence[str], scores: Scores, name: str, max_failed_fraction: float
+) -> tuple[list[str], Scores]:
+    """Every process's prompts and scores on every process, in the order of the processes; notes stay where they are.
+
+    Args:
+        name: of the reward function, for messages.
 
     Raises:
-        RuntimeError: on every process alike, if more than this fraction of all rewards are NaN.
+        RewardFailure: on every process alike, if more than this fraction of all rewards are NaN.
     """
-    pairs = gather_object(list(zip(prompts, rewards.tolist(), strict=True)))
-    all_rewards = np.array([reward for _, reward in pairs], dtype=np.float64)
-    failed = int(np.isnan(all_rewards).sum())
-    if failed > max_failed_fraction * len(all_rewards):
-        raise RuntimeError(
-            f"reward function {reward_name} failed for {failed} of {len(all_rewards)} samples, which is more than "
-            f"config.max_failed_fraction {max_failed_fraction}"
-        )
-    return [prompt for prompt, _ in pairs], all_rewards
+    own = Scores(scores.rewards, scores.details, failures=scores.failures)
+    gathered = gather_object([(list(prompts), own)])
+    all_prompts = [prompt for part, _ in gathered for prompt in part]
+    all_scores = Scores.cat([part for _, part in gathered])
+    failed, total = int(np.isnan(all_scores.rewards).sum()), len(all_prompts)
+    if failed > max_failed_fraction * total:
+        raise too_many_failed(name, failed, total, max_failed_fraction, all_scores.failures)
+    return all_prompts, all_scores
+
+
+def combined_rewards(reward_fn: RewardFn, scores: Scores) -> np.ndarray:
+    """What training is to maximise, float64 (n,): of a weighted sum, with all its components on this epoch's scales."""
+    return reward_fn.update(scores.details) if isinstance(reward_fn, WeightedSum) else scores.rewards
 
 
 def own_share(accelerator: Accelerator, values: np.ndarray) -> torch.Tensor:
@@ -142,15 +111,32 @@ def own_share(accelerator: Accelerator, values: np.ndarray) -> torch.Tensor:
 
 
 def gather_images(
-    accelerator: Accelerator, rollout: Rollout, rewards: np.ndarray, count: int
-) -> tuple[list[np.ndarray], list[str], list[float]]:
+    accelerator: Accelerator, rollout: Rollout, rewards: torch.Tensor, scores: Scores, count: int
+) -> tuple[list[np.ndarray], list[str]]:
     """About `count` of an epoch's images, spread evenly over processes and batches, on every process.
 
+    Args:
+        rewards: (n,), this process's.
+        scores: this process's.
+
     Returns:
-        Images, uint8 (H, W, 3), their prompts and their rewards.
+        Images, uint8 (H, W, 3), and captions: prompt, reward, and what else the reward function said.
     """
     share = min(len(rollout.prompts), -(-count // accelerator.num_processes))
     chosen = np.linspace(0, len(rollout.prompts) - 1, share).round().astype(int).tolist()
-    picked = gather_object([(rollout.images[i], rollout.prompts[i], float(rewards[i])) for i in chosen])
-    images, prompts, values = zip(*picked, strict=True) if picked else ((), (), ())
-    return list(images), list(prompts), list(values)
+    picked = gather_object(
+        [
+            (
+                rollout.images[i],
+                caption(
+                    rollout.prompts[i],
+                    float(rewards[i]),
+                    {name: float(values[i]) for name, values in scores.details.items()},
+                    {name: values[i] for name, values in scores.notes.items()},
+                    scores.failures[i],
+                ),
+            )
+            for i in chosen
+        ]
+    )
+    return [image for image, _ in picked], [text for _, text in picked]

@@ -5,9 +5,6 @@ All of it before a model is loaded; this file imports neither torch nor diffuser
 
 import ast
 import difflib
-import importlib
-import importlib.util
-import inspect
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -19,12 +16,8 @@ from ml_collections import ConfigDict
 
 import ddpo_pytorch.prompts
 import ddpo_pytorch.rewards
+from ddpo_pytorch.named_functions import ConfigError, check_arguments, load_module, resolve_function
 from ddpo_pytorch.stat_tracking import PerPromptStatTracker
-
-
-class ConfigError(ValueError):
-    """The user asked for something that cannot work; the message is one line and says what would."""
-
 
 # --- the options: type, allowed values (as the message names them), default where the original had no such key
 
@@ -51,6 +44,7 @@ OPTIONS: dict[str, tuple[type, tuple[Check, str], Any]] = {
     "num_log_images": (int, NOT_NEGATIVE, 16),
     "num_reward_workers": (int, POSITIVE, 2),
     "max_failed_fraction": (float, (lambda v: 0 <= v <= 1, "from 0 to 1"), 0.1),
+    "reward_timeout": (float, POSITIVE, 600.0),
     "cpu_threads": (int, NOT_NEGATIVE, 0),
     "timeout_minutes": (float, POSITIVE, 60.0),
     "lora.rank": (int, POSITIVE, 4),
@@ -103,22 +97,6 @@ def _nearest(key: str, known: Sequence[str]) -> str:
 
 
 # --- the config file and the command line
-
-
-def load_module(name: str, path: str) -> types.ModuleType:
-    """Run a python file as a module of that name."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses and pickle look for it
-    spec.loader.exec_module(module)
-    return module
-
-
-def _add_to_path(folder: Path) -> None:
-    """Let the modules in a folder be imported, after all others."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
 
 
 def load_config(spec: str) -> ConfigDict:
@@ -279,53 +257,8 @@ def _check_value(key: str, value: Any) -> None:
         raise ConfigError(f"config.{key} must be {names[kind]}{', ' + allowed if allowed else ''}; got {value!r}")
 
 
-def resolve_function(spec: str, shipped: types.ModuleType, option: str) -> Callable:
-    """The function that a config names.
-
-    Args:
-        spec: a name in the `__all__` of `shipped`, "package.module:function", or "path/to/file.py:function".
-        option: the config key, for messages.
-
-    Raises:
-        ConfigError: no such function, file or module.
-    """
-    location, _, name = spec.rpartition(":")
-    if not location:
-        names = shipped.__all__
-        if name not in names:
-            raise ConfigError(
-                f'config.{option} "{name}" is no function of {shipped.__name__}, which has {", ".join(names)}; '
-                'your own is "package.module:function" or "path/to/file.py:function"'
-            )
-        return getattr(shipped, name)
-    if location.endswith(".py"):
-        if not Path(location).is_file():
-            raise ConfigError(f'config.{option} "{spec}": there is no file "{location}" here ({Path.cwd()})')
-        _add_to_path(Path(location).resolve().parent)  # it may import its siblings
-        module = load_module(f"{option}_{Path(location).stem}", location)
-    else:
-        _add_to_path(Path.cwd())
-        try:
-            module = importlib.import_module(location)
-        except ModuleNotFoundError as error:
-            raise ConfigError(f'config.{option} "{spec}": cannot import "{location}" ({error})') from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f'config.{option} "{spec}": "{location}" has no function "{name}"')
-    return function
-
-
-def _check_arguments(function: Callable, kwargs: dict, option: str) -> None:
-    try:
-        inspect.signature(function).bind(**kwargs)
-    except TypeError as error:
-        parameters = inspect.signature(function).replace(return_annotation=inspect.Signature.empty)
-        signature = f"{getattr(function, '__name__', function)}{parameters}"
-        raise ConfigError(f"config.{option}_kwargs {kwargs} do not fit {signature}: {error}") from error
-
-
-def _check_prompt_function(prompt_fn: Callable, kwargs: dict, name: str) -> None:
-    """Draw one prompt on trial: a missing file or a wrong result shows now, not after the model is loaded."""
+def _drawn_on_trial(prompt_fn: Callable, kwargs: dict, name: str) -> tuple[str, dict]:
+    """One prompt and its metadata: a missing file or a wrong result shows now, not after the model is loaded."""
     try:
         result = prompt_fn(**kwargs)
     except ValueError as error:
@@ -336,6 +269,7 @@ def _check_prompt_function(prompt_fn: Callable, kwargs: dict, name: str) -> None
         raise ConfigError(
             f"config.prompt_fn {name} must return (prompt, metadata), text and a dictionary; got {result!r}"
         )
+    return result
 
 
 # --- the plan
@@ -427,9 +361,9 @@ def make_plan(config: ConfigDict, num_processes: int) -> RunPlan:
 
     prompt_fn = resolve_function(config.prompt_fn, ddpo_pytorch.prompts, "prompt_fn")
     reward_factory = resolve_function(config.reward_fn, ddpo_pytorch.rewards, "reward_fn")
-    _check_arguments(prompt_fn, config.prompt_fn_kwargs.to_dict(), "prompt_fn")
-    _check_arguments(reward_factory, config.reward_fn_kwargs.to_dict(), "reward_fn")
-    _check_prompt_function(prompt_fn, config.prompt_fn_kwargs.to_dict(), config.prompt_fn)
+    check_arguments(prompt_fn, config.prompt_fn_kwargs.to_dict(), "prompt_fn")
+    example = _drawn_on_trial(prompt_fn, config.prompt_fn_kwargs.to_dict(), config.prompt_fn)
+    ddpo_pytorch.rewards.check_factory(reward_factory, config.reward_fn_kwargs.to_dict(), config.reward_fn, example)
     return RunPlan(
         config=config,
         num_processes=num_processes,

@@ -9,8 +9,8 @@ import functools
 import os
 import sys
 import time
+import traceback
 
-import numpy as np
 import torch
 from absl import app, flags
 from accelerate.state import is_initialized
@@ -19,11 +19,14 @@ from ml_collections import ConfigDict
 
 from ddpo_pytorch import checkpoints, launch, metrics, policy, rollout, update
 from ddpo_pytorch.checkpoints import ModelIdentity, TrainingState
-from ddpo_pytorch.distributed import fail_together, seed_epoch
+from ddpo_pytorch.distributed import ProcessFailure, check_others, fail_together, seed_epoch
 from ddpo_pytorch.launch import ProgressBar
-from ddpo_pytorch.run_plan import ConfigError, apply_overrides, load_config, make_plan, split_overrides
+from ddpo_pytorch.named_functions import ConfigError
+from ddpo_pytorch.run_plan import apply_overrides, load_config, make_plan, split_overrides
+from ddpo_pytorch.scoring import RewardFailure, RewardWorkers
 from ddpo_pytorch.stat_tracking import PerPromptStatTracker
 from ddpo_pytorch.trajectories import shuffled_updates, take
+from ddpo_pytorch.weighted_sum import WeightedSum
 
 CONFIG = flags.DEFINE_string(
     "config", "config/base.py", "Config file, as PATH or PATH:NAME; --config.KEY=VALUE sets one of its options."
@@ -53,7 +56,17 @@ def run(config: ConfigDict) -> None:
     assert accelerator.num_processes == plan.num_processes, "Accelerate counts other processes than the plan"
     policy.check_device(accelerator.device, config.mixed_precision, train.use_8bit_adam)
 
-    # LOAD   frozen VAE and text encoder, trainable UNet
+    # LOAD   what scores the images; frozen VAE and text encoder, trainable UNet
+    reward_fn = launch.make_reward(accelerator, plan)
+    workers = RewardWorkers(
+        reward_fn,
+        name=config.reward_fn,
+        device=accelerator.device,
+        num_workers=config.num_reward_workers,
+        timeout=config.reward_timeout,
+        samples_per_epoch=plan.samples_per_epoch_total,
+        max_failed_fraction=config.max_failed_fraction,
+    )
     scheduler = policy.load_scheduler(
         pretrained.model, pretrained.revision, sample.num_steps, sample.eta, accelerator.device
     )
@@ -91,14 +104,14 @@ def run(config: ConfigDict) -> None:
             accelerator.scaler.load_state_dict(resumed.scaler)
         if tracker is not None and resumed.stat_tracker is not None:
             tracker.load_state_dict(resumed.stat_tracker)
+        if isinstance(reward_fn, WeightedSum) and resumed.reward is not None:
+            reward_fn.load_state_dict(resumed.reward)
 
-    # Where results go, and what scores the images
+    # Where results go
     run_name, run_folder = launch.open_run_folder(accelerator, config, checkpoint, resumed)
     with fail_together(accelerator):
         log = metrics.RunLog(accelerator, run_folder, first_epoch)
         run_ids |= metrics.start_trackers(accelerator, run_folder, run_name, config.to_dict(), run_ids)
-        reward_fn = plan.reward_factory(**config.reward_fn_kwargs.to_dict())
-    executor = launch.reward_threads(accelerator.device, config.num_reward_workers)
     accelerator.print(launch.describe(plan, accelerator, model, run_folder, resumed), flush=True)
 
     skipped_in_a_row = 0
@@ -111,37 +124,36 @@ def run(config: ConfigDict) -> None:
                 plan.prompt_fn, config.prompt_fn_kwargs.to_dict(), plan.samples_per_epoch_per_process
             )
             with ProgressBar(f"epoch {epoch}: sampling", plan.denoising_steps_per_epoch, accelerator) as bar:
+
+                def on_step(bar: ProgressBar = bar) -> None:
+                    bar.update()
+                    check_others(accelerator)
+
                 samples = rollout.sample_epoch(
                     model,
                     prompts,
                     prompt_metadata,
                     batch_size=sample.batch_size,
                     generator=random_streams.noise,
-                    reward_fn=reward_fn,
-                    reward_name=config.reward_fn,
-                    executor=executor,
-                    on_step=bar.update,
+                    workers=workers,
+                    on_step=on_step,
                 )
             sampled = time.perf_counter()
 
             # REWARD   most are scored already; compare them with what their prompt usually earns
-            with ProgressBar(f"epoch {epoch}: waiting for rewards", len(samples.pending), accelerator) as bar:
-                rewards = rollout.collect_rewards(samples.pending, config.reward_fn, on_batch=bar.update)
-        all_prompts, all_rewards = rollout.gather_samples(
-            accelerator, prompts, rewards, config.reward_fn, config.max_failed_fraction
+            with ProgressBar(f"epoch {epoch}: waiting for rewards", len(workers), accelerator) as bar:
+                scores = workers.collect(on_batch=bar.update, on_wait=lambda: check_others(accelerator))
+        all_prompts, all_scores = rollout.gather_samples(
+            accelerator, prompts, scores, config.reward_fn, config.max_failed_fraction
         )
+        all_rewards = rollout.combined_rewards(reward_fn, all_scores)
+        rewards = rollout.own_share(accelerator, all_rewards)
         all_advantages = rollout.compute_advantages(tracker, all_prompts, all_rewards)
         advantages = rollout.own_share(accelerator, all_advantages)
         rewarded = time.perf_counter()
 
-        reward_metrics = {
-            "reward": all_rewards,
-            "epoch": epoch,
-            "reward_mean": np.nanmean(all_rewards),
-            "reward_std": np.nanstd(all_rewards),
-            "reward/failed_fraction": np.isnan(all_rewards).mean(),
-        }
-        pictures = rollout.gather_images(accelerator, samples, rewards, config.num_log_images)
+        reward_metrics = metrics.reward_metrics(epoch, all_rewards, all_scores.details)
+        pictures = rollout.gather_images(accelerator, samples, rewards, scores, config.num_log_images)
         with fail_together(accelerator):
             log.log(reward_metrics, step=global_step)
             log.log_images(*pictures, epoch=epoch, step=global_step)
@@ -188,6 +200,7 @@ def run(config: ConfigDict) -> None:
                 run_name=run_name,
                 model=identity,
                 stat_tracker=tracker.state_dict() if tracker is not None else None,
+                reward=reward_fn.state_dict() if isinstance(reward_fn, WeightedSum) else None,
                 tracker_run_ids=run_ids,
                 scaler=accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
                 config=config.to_dict(),
@@ -206,7 +219,7 @@ def run(config: ConfigDict) -> None:
         log.log(epoch_metrics, step=global_step - 1)
         accelerator.print(metrics.summary({**reward_metrics, **epoch_metrics}), flush=True)
 
-    executor.shutdown()
+    workers.close()
     accelerator.end_training()
     accelerator.print(f"finished: {run_folder}", flush=True)
 
@@ -220,8 +233,20 @@ def main(argv: list[str], overrides: list[tuple[str, str]]) -> None:
         run(config)
     except ConfigError as error:
         # Until there is a process group every process finds the same error, and one says it.
-        silent = not is_initialized() and os.environ.get("LOCAL_RANK", "0") != "0"
-        sys.exit(1 if silent else f"error: {error}")
+        if is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        launch.leave(1)
+    except (RewardFailure, ProcessFailure) as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print(f"error: {error}", file=sys.stderr)
+        launch.leave(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        launch.leave(130)
+    except Exception:
+        traceback.print_exc()
+        launch.leave(1)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from ddpo_pytorch.checkpoints import (
     save_checkpoint,
     set_aside_newer,
 )
-from ddpo_pytorch.run_plan import ConfigError
+from ddpo_pytorch.named_functions import ConfigError
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 LORA = ModelIdentity("a/model", "0123", False, True, 4, ATTENTION)

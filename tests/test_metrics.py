@@ -49,7 +49,8 @@ def test_pictures_are_drawn_with_whole_captions(tmp_path):
     log = run_log(tmp_path)
     images = [np.full((64, 64, 3), 40 * i, dtype=np.uint8) for i in range(5)]
     prompts = ["cat", "ü " + "long " * 40, "x" * 100, "", "dog"]
-    log.log_images(images, prompts, [1.0, 2.0, math.nan, 4.0, 5.0], epoch=7, step=0)
+    captions = [metrics.caption(prompt, 1.0, {}, {}, None) for prompt in prompts]
+    log.log_images(images, captions, epoch=7, step=0)
     grid = Image.open(tmp_path / "images" / "epoch_007.jpg")
     assert grid.width == 3 * 128 and grid.height > 2 * 128
     assert np.abs(np.asarray(grid)[64, 128 + 64].astype(int) - 40).max() < 10  # the second picture's grey
@@ -102,3 +103,19 @@ def test_a_netrc_entry_is_a_login(tmp_path, monkeypatch):
 def test_versions_name_what_a_run_depends_on():
     versions = metrics.package_versions()
     assert {"python", "torch", "diffusers", "accelerate", "peft"} <= set(versions)
+
+
+def test_a_caption_says_all_that_the_reward_function_said():
+    text = metrics.caption("a cat", 0.5, {"sharpness": 2.0}, {"reply": "A cat\non a mat.", "read": ""}, None)
+    assert text == "a cat | 0.50 | sharpness 2 | reply: A cat on a mat."
+    failed = metrics.caption("a cat", math.nan, {}, {}, "no answer in time" * 20)
+    assert failed.startswith("a cat | nan | failed: no answer in time") and len(failed) < 160
+
+
+def test_reward_metrics_leave_failed_samples_out():
+    rewards = np.array([1.0, np.nan, 3.0, 5.0])
+    details = {"clip": np.array([np.nan, np.nan, 1.0, 2.0]), "none": np.full(4, np.nan)}
+    values = metrics.reward_metrics(2, rewards, details)
+    assert (values["epoch"], values["reward_mean"], values["reward/failed_fraction"]) == (2, 3.0, 0.25)
+    assert values["reward_std"] == pytest.approx(np.std([1, 3, 5]))
+    assert values["reward/clip_mean"] == 1.5 and math.isnan(values["reward/none_mean"])

@@ -8,7 +8,7 @@ from conftest import save_random_sd
 from torch.testing import assert_close
 
 from ddpo_pytorch import policy
-from ddpo_pytorch.run_plan import ConfigError
+from ddpo_pytorch.named_functions import ConfigError
 from ddpo_pytorch.trajectories import take
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]

@@ -1,7 +1,6 @@
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,14 +11,17 @@ from ddpo_pytorch import policy
 from ddpo_pytorch.rewards import jpeg_compressibility
 from ddpo_pytorch.rollout import (
     Rollout,
-    collect_rewards,
+    combined_rewards,
     compute_advantages,
     draw_prompts,
     gather_images,
     gather_samples,
+    own_share,
     sample_epoch,
 )
+from ddpo_pytorch.scoring import RewardFailure, RewardWorkers, Scores
 from ddpo_pytorch.stat_tracking import PerPromptStatTracker
+from ddpo_pytorch.weighted_sum import Component, WeightedSum
 
 
 @pytest.fixture
@@ -28,15 +30,17 @@ def model(pipeline):
     return policy.make_policy(pipeline, pipeline.unet.eval(), pipeline.scheduler, 5.0, 1.0)
 
 
-def rollout_with(model, reward_fn, prompts=("a", "b", "c", "d"), workers=1, on_step=lambda: None):
-    executor = ThreadPoolExecutor(max_workers=workers)
+def rollout_with(
+    model, reward_fn, prompts=("a", "b", "c", "d"), max_failed_fraction=1.0, on_step=lambda: None
+) -> tuple[Rollout, RewardWorkers]:
+    workers = RewardWorkers(reward_fn, "mine", torch.device("cpu"), 1, 60.0, len(prompts), max_failed_fraction)
     generator = torch.Generator().manual_seed(0)
     metadata = [{"n": i} for i in range(len(prompts))]
-    return sample_epoch(model, list(prompts), metadata, 2, generator, reward_fn, "mine", executor, on_step)
+    return sample_epoch(model, list(prompts), metadata, 2, generator, workers, on_step), workers
 
 
-def collect(rollout: Rollout) -> np.ndarray:
-    return collect_rewards(rollout.pending, "mine", lambda: None)
+def collect(workers: RewardWorkers) -> Scores:
+    return workers.collect(lambda: None)
 
 
 def test_rewards_get_finished_images_with_their_prompts_and_metadata(model):
@@ -47,8 +51,8 @@ def test_rewards_get_finished_images_with_their_prompts_and_metadata(model):
         return torch.arange(2.0) + 10 * metadata[0]["n"], {}
 
     steps = []
-    rollout = rollout_with(model, reward_fn, on_step=lambda: steps.append(1))
-    np.testing.assert_array_equal(collect(rollout), [0, 1, 20, 21])
+    rollout, workers = rollout_with(model, reward_fn, on_step=lambda: steps.append(1))
+    np.testing.assert_array_equal(collect(workers).rewards, [0, 1, 20, 21])
     images, prompts, metadata = zip(*seen, strict=True)
     assert prompts == (["a", "b"], ["c", "d"]) and metadata == ([{"n": 0}, {"n": 1}], [{"n": 2}, {"n": 3}])
     for batch in images:
@@ -76,33 +80,47 @@ def test_rewards_run_in_threads_while_the_next_batch_is_sampled(model):
         if len(steps) == 3:
             second_batch_started.set()
 
-    collect(rollout_with(model, reward_fn, on_step=on_step))
+    collect(rollout_with(model, reward_fn, on_step=on_step)[1])
     assert threading.main_thread() not in threads
 
 
-def test_a_reward_that_raises_ends_the_epoch_with_its_name_and_words(model):
-    def reward_fn(images, prompts, metadata):
-        raise KeyError("answers")
-
-    with pytest.raises(RuntimeError, match="reward function mine failed with KeyError: 'answers'"):
-        collect(rollout_with(model, reward_fn))
-
-
 def test_a_wrong_result_ends_the_epoch_with_the_functions_name(model):
-    with pytest.raises(RuntimeError, match=r"reward function mine returned rewards of shape \(1,\)"):
-        collect(rollout_with(model, lambda images, prompts, metadata: [1.0]))
+    with pytest.raises(RewardFailure, match=r"reward function mine .* returned rewards of shape \(1,\)"):
+        collect(rollout_with(model, lambda images, prompts, metadata: [1.0])[1])
+
+
+def test_a_reward_that_raises_ends_the_epoch_before_the_rest_is_sampled(model):
+    raised = threading.Event()
+
+    def reward_fn(images, prompts, metadata):
+        try:
+            raise KeyError("answers")
+        finally:
+            raised.set()
+
+    steps = []
+
+    def on_step():
+        steps.append(1)
+        if len(steps) == 3:
+            assert raised.wait(timeout=30)
+            time.sleep(0.2)  # until the future knows
+
+    with pytest.raises(RewardFailure, match="reward function mine failed with KeyError: 'answers'"):
+        rollout_with(model, reward_fn, prompts="abcdefghijkl", on_step=on_step)
+    assert len(steps) == 3  # of 12
 
 
 def test_failed_samples_are_nan_until_they_are_too_many(model):
     def reward_fn(images, prompts, metadata):
-        return [float("nan") if p == "b" else 1.0 for p in prompts]
+        return [float("nan") if p == "b" else 1.0 for p in prompts], {"failures": ["lost"] * len(prompts)}
 
-    rollout, accelerator = rollout_with(model, reward_fn), Accelerator(cpu=True)
-    rewards = collect(rollout)
-    np.testing.assert_array_equal(rewards, [1, np.nan, 1, 1])
-    gather_samples(accelerator, rollout.prompts, rewards, "mine", 0.25)
-    with pytest.raises(RuntimeError, match="reward function mine failed for 1 of 4 samples.*max_failed_fraction 0.1"):
-        gather_samples(accelerator, rollout.prompts, rewards, "mine", 0.1)
+    rollout, workers = rollout_with(model, reward_fn)
+    accelerator, scores = Accelerator(cpu=True), collect(workers)
+    np.testing.assert_array_equal(scores.rewards, [1, np.nan, 1, 1])
+    gather_samples(accelerator, rollout.prompts, scores, "mine", 0.25)
+    with pytest.raises(RewardFailure, match="mine failed for 1 of 4 samples.*max_failed_fraction 0.1: 1 x lost"):
+        gather_samples(accelerator, rollout.prompts, scores, "mine", 0.1)
 
 
 def test_a_picture_that_is_not_finite_is_a_failed_sample_and_not_a_black_one(model, monkeypatch):
@@ -114,9 +132,10 @@ def test_a_picture_that_is_not_finite_is_a_failed_sample_and_not_a_black_one(mod
         return images, trajectories
 
     monkeypatch.setattr(type(model), "sample", broken)
-    rollout = rollout_with(model, jpeg_compressibility())
-    rewards = collect(rollout)
-    np.testing.assert_array_equal(np.isnan(rewards), [False, True, False, True])
+    rollout, workers = rollout_with(model, jpeg_compressibility())
+    scores = collect(workers)
+    np.testing.assert_array_equal(np.isnan(scores.rewards), [False, True, False, True])
+    assert scores.failures == [None, "the picture is not finite"] * 2
     assert rollout.images.dtype == np.uint8
 
 
@@ -152,7 +171,7 @@ def test_a_trajectory_that_is_not_finite_counts_for_nothing_in_the_update(model,
 
 
 def test_integer_rewards_do_not_truncate_advantages(model):
-    rewards = collect(rollout_with(model, lambda images, prompts, metadata: np.array([1, 2])))
+    rewards = collect(rollout_with(model, lambda images, prompts, metadata: np.array([1, 2]))[1]).rewards
     for tracker in (None, PerPromptStatTracker(16, 16)):
         advantages = compute_advantages(tracker, ["a", "b", "c", "d"], rewards)
         np.testing.assert_allclose(advantages, [-1, 1, -1, 1], rtol=1e-5)
@@ -161,15 +180,35 @@ def test_integer_rewards_do_not_truncate_advantages(model):
 def test_gathered_samples_keep_prompts_whole_and_images_spread_over_batches(model):
     long_prompt = "a very long prompt, " * 40
     prompts = [long_prompt + str(i) for i in range(4)]
-    rollout = rollout_with(model, lambda images, prompts, metadata: [float(p[-1]) for p in prompts], prompts)
-    accelerator = Accelerator(cpu=True)
-    rewards = collect(rollout)
-    gathered_prompts, gathered_rewards = gather_samples(accelerator, rollout.prompts, rewards, "mine", 0.0)
-    assert gathered_prompts == prompts and gathered_rewards.tolist() == [0, 1, 2, 3]
-    images, shown, values = gather_images(accelerator, rollout, rewards, 2)
-    assert shown == [prompts[0], prompts[3]] and values == [0, 3]
+
+    def reward_fn(images, prompts, metadata):
+        numbers = [float(p[-1]) for p in prompts]
+        return numbers, {"half": np.array(numbers) / 2, "reply": [f"said {n:g}" for n in numbers]}
+
+    rollout, workers = rollout_with(model, reward_fn, prompts)
+    accelerator, scores = Accelerator(cpu=True), collect(workers)
+    gathered_prompts, gathered = gather_samples(accelerator, rollout.prompts, scores, "mine", 0.0)
+    assert gathered_prompts == prompts and gathered.rewards.tolist() == [0, 1, 2, 3]
+    assert gathered.details["half"].tolist() == [0, 0.5, 1, 1.5]
+    rewards = own_share(accelerator, gathered.rewards)
+    images, captions = gather_images(accelerator, rollout, rewards, scores, 2)
+    assert captions[0] == f"{prompts[0]} | 0.00 | half 0 | reply: said 0"
+    assert captions[1] == f"{prompts[3]} | 3.00 | half 1.5 | reply: said 3"
     np.testing.assert_array_equal(images[1], rollout.images[3])
-    assert gather_images(accelerator, rollout, rewards, 0) == ([], [], [])
+    assert gather_images(accelerator, rollout, rewards, scores, 0) == ([], [])
+
+
+def test_a_weighted_sum_is_taken_of_all_samples_of_an_epoch_at_once(model):
+    def by_index(images, prompts, metadata):
+        return [float(m["n"]) for m in metadata]
+
+    mixed = WeightedSum([Component("one", 1.0, True, by_index), Component("two", 2.0, True, by_index)])
+    rollout, workers = rollout_with(model, mixed)
+    _, scores = gather_samples(Accelerator(cpu=True), rollout.prompts, collect(workers), "mine", 0.0)
+    # 0 to 3 have mean 1.5 and deviation sqrt(1.25).
+    np.testing.assert_allclose(combined_rewards(mixed, scores), 3 * (np.arange(4) - 1.5) / np.sqrt(1.25))
+    plain = Scores(np.array([1.0, 2.0]))
+    assert combined_rewards(by_index, plain) is plain.rewards
 
 
 def test_prompts_are_drawn_before_a_reward_thread_can_disturb_them():
@@ -181,17 +220,3 @@ def test_prompts_are_drawn_before_a_reward_thread_can_disturb_them():
     random.seed(1)
     assert draw_prompts(prompt_fn, {"words": ["a", "b"]}, 5) == expected
     assert len(expected[0]) == len(expected[1]) == 5
-
-
-def test_a_failure_does_not_wait_for_rewards_still_queued(model):
-    started = time.monotonic()
-
-    def reward_fn(images, prompts, metadata):
-        if prompts[0] == "a":
-            raise RuntimeError("broken")
-        time.sleep(2)
-        return [0.0] * 2
-
-    with pytest.raises(RuntimeError, match="broken"):
-        collect(rollout_with(model, reward_fn, prompts=["a", "b", *"cdefghijkl"]))
-    assert time.monotonic() - started < 6

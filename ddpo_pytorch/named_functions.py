@@ -1,0 +1,81 @@
+"""Functions that a config names, shipped or the user's own, and the checks of their arguments. Imports no torch."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """The user asked for something that cannot work; the message is one line and says what would."""
+
+
+def load_module(name: str, path: str) -> types.ModuleType:
+    """Run a python file as a module of that name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses and pickle look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def _add_to_path(folder: Path) -> None:
+    """Let the modules in a folder be imported, after all others."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def resolve_function(spec: str, shipped: types.ModuleType, option: str) -> Callable:
+    """The function that a config names.
+
+    Args:
+        spec: a name in the `__all__` of `shipped`, "package.module:function", or "path/to/file.py:function".
+        option: the config key, for messages.
+
+    Raises:
+        ConfigError: no such function, file or module.
+    """
+    location, _, name = spec.rpartition(":")
+    if not location:
+        names = shipped.__all__
+        if name not in names:
+            raise ConfigError(
+                f'config.{option} "{name}" is no function of {shipped.__name__}, which has {", ".join(names)}; '
+                'your own is "package.module:function" or "path/to/file.py:function"'
+            )
+        return getattr(shipped, name)
+    if location.endswith(".py"):
+        if not Path(location).is_file():
+            raise ConfigError(f'config.{option} "{spec}": there is no file "{location}" here ({Path.cwd()})')
+        _add_to_path(Path(location).resolve().parent)  # it may import its siblings
+        module = load_module(f"{option}_{Path(location).stem}", location)
+    else:
+        _add_to_path(Path.cwd())
+        try:
+            module = importlib.import_module(location)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f'config.{option} "{spec}": cannot import "{location}" ({error})') from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f'config.{option} "{spec}": "{location}" has no function "{name}"')
+    return function
+
+
+def check_arguments(function: Callable, kwargs: Mapping[str, Any], option: str) -> None:
+    """Raises ConfigError if the function cannot be called with these; the message shows its signature."""
+    try:
+        inspect.signature(function).bind(**kwargs)
+    except TypeError as error:
+        parameters = inspect.signature(function).replace(return_annotation=inspect.Signature.empty)
+        signature = f"{getattr(function, '__name__', function)}{parameters}"
+        raise ConfigError(f"config.{option}_kwargs {dict(kwargs)} do not fit {signature}: {error}") from error
+
+
+def with_device(factory: Callable, kwargs: Mapping[str, Any], device: Any) -> dict[str, Any]:
+    """Arguments for a reward factory: if it has a parameter `device` that is not set, the process's own."""
+    return {"device": device, **kwargs} if "device" in inspect.signature(factory).parameters else dict(kwargs)
