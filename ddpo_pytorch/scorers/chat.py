@@ -180,7 +180,7 @@ class ChatClient:
             except RequestFailed as error:
                 return error
 
-        return list(self._threads.map(attempt, images, questions, [needs_logprobs] * len(questions)))
+        return list(self._threads.map(attempt, images, questions))
 
     def ask(self, image: Image.Image, question: str, needs_logprobs: bool = False) -> Reply:
         """Ask one question, with as many tries as there may be.

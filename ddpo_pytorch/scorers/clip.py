@@ -96,11 +96,8 @@ def _resolve(model: str, pretrained: str, revision: str) -> tuple[str, str | Non
             tags = ", ".join(open_clip.list_pretrained_tags_by_model(model)) or "none: open_clip has no such model"
             raise ValueError(f'CLIP weights "{pretrained}" are no file; tags of "{model}": {tags}')
         return model, pretrained, {}
-    # open_clip itself builds a model with the wrong activation, and warns.
-    is_quick = open_clip.get_model_config(model).get("quick_gelu", False)
-    if is_quick and not tag.get("quick_gelu", False):
-        raise ValueError(f'the weights "{pretrained}" were trained with GELU: the model is "{_without_quick(model)}"')
-    options = {"force_quick_gelu": bool(tag.get("quick_gelu", False))}
+    # open_clip itself builds a model with the wrong activation, and only warns.
+    options: dict[str, Any] = {"force_quick_gelu": bool(tag.get("quick_gelu", False))}
     if not revision:
         return model, pretrained, options
     repo, _, filename = tag.get("hf_hub", "").rpartition("/")
@@ -109,10 +106,6 @@ def _resolve(model: str, pretrained: str, revision: str) -> tuple[str, str | Non
     preprocessing = {k: tag[k] for k in ("mean", "std", "interpolation", "resize_mode") if k in tag}
     weights = hub_file(repo, filename or "open_clip_model.safetensors", revision)
     return model, str(weights), options | {"force_preprocess_cfg": preprocessing}
-
-
-def _without_quick(model: str) -> str:
-    return model.removesuffix("-quickgelu")
 
 
 class PickScore(torch.nn.Module):
