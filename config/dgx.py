@@ -50,8 +50,6 @@ def incompressibility():
 def aesthetic():
     """Goal: images that LAION's aesthetic predictor likes. Prompts: 45 common animals.
 
-    Waits for the reward `aesthetic_score`, which this version does not have yet.
-
     accelerate launch scripts/train.py --config config/dgx.py:aesthetic              on 8 GPUs
 
     Samples per epoch: 8 GPUs x 8 x 4 batches = 256. Per update: 8 GPUs x 4 x 4 accumulated = 128: 2 updates per epoch.
@@ -71,8 +69,7 @@ def aesthetic():
 def prompt_image_alignment():
     """Goal: images of animals doing what the prompt says, judged by a vision-language model on the other two GPUs.
 
-    Waits for the reward `llava_bertscore`, which this version does not have yet.
-
+    CUDA_VISIBLE_DEVICES=6,7 vllm serve llava-hf/llava-1.5-13b-hf --port 8000 --data-parallel-size 2
     accelerate launch --num_processes 6 scripts/train.py --config config/dgx.py:prompt_image_alignment
 
     Samples per epoch: 6 GPUs x 8 x 6 batches = 288. Per update: 6 GPUs x 4 x 6 accumulated = 144: 2 updates per epoch.
@@ -80,6 +77,8 @@ def prompt_image_alignment():
     config = compressibility()
     config.num_epochs = 200
     config.reward_fn = "llava_bertscore"
+    # Where the model is served, by whatever engine. Each training process has up to 8 questions under way.
+    config.reward_fn_kwargs = {"base_url": "http://127.0.0.1:8000/v1", "concurrency": 8}
 
     config.sample.num_batches_per_epoch = 6
     config.train.gradient_accumulation_steps = 6

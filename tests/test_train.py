@@ -3,12 +3,14 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
-from conftest import ROOT, SMALL_RUN, launch, read_metrics, run_folder, save_random_sd, train
+from conftest import ROOT, SMALL_RUN, command_for, launch, read_metrics, run_folder, save_random_sd, train
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file
@@ -134,6 +136,8 @@ def reward():
     def f(images, prompts, metadata):
         if os.environ.get("RANK", "0") == "1":
             raise RuntimeError("the scorer fell over")
+        with open("scored.txt", "a") as file:
+            file.write("x")
         return [float(len(p)) for p in prompts]
     return f
 """
@@ -142,10 +146,51 @@ def reward():
 def test_a_reward_that_fails_on_one_process_ends_both_with_its_message(tmp_path, random_sd):
     (tmp_path / "mine.py").write_text(FAILING_REWARD)
     arguments = ["--config", str(ROOT / "config/base.py"), f"--config.pretrained.model={random_sd}", *SMALL_RUN]
-    result = launch([*arguments, "--config.reward_fn=mine.py:reward"], tmp_path, num_processes=2)
+    extra = ["--config.reward_fn=mine.py:reward", "--config.sample.num_batches_per_epoch=200"]
+    result = launch([*arguments, *extra], tmp_path, num_processes=2)
     assert result.returncode != 0
-    message = "process 1: RuntimeError: reward function mine.py:reward failed with RuntimeError: the scorer fell over"
-    assert result.stderr.count(f"ProcessFailure: {message}") == 2
+    message = "process 1: RewardFailure: reward function mine.py:reward failed with RuntimeError: the scorer fell over"
+    assert result.stderr.count(f"error: {message}") == 2
+    # Where it came from, and the healthy process did not sample on to the end.
+    assert 'in f\n    raise RuntimeError("the scorer fell over")' in result.stderr
+    assert len((tmp_path / "scored.txt").read_text()) < 100
+
+
+HANGING_REWARD = """
+import os, time
+def reward(seconds):
+    def f(images, prompts, metadata):
+        open("hangs", "w").close()
+        time.sleep(seconds)
+        return [0.0] * len(prompts)
+    return f
+"""
+
+
+def start_hanging(tmp_path, random_sd, *extra):
+    (tmp_path / "mine.py").write_text(HANGING_REWARD)
+    arguments = ["--config", str(ROOT / "config/base.py"), f"--config.pretrained.model={random_sd}", *SMALL_RUN]
+    return [*arguments, "--config.reward_fn=mine.py:reward", "--config.reward_fn_kwargs.seconds=3600", *extra]
+
+
+def test_a_reward_that_sleeps_for_ever_ends_the_run(tmp_path, random_sd):
+    arguments = start_hanging(tmp_path, random_sd, "--config.reward_timeout=1")
+    result = launch(arguments, tmp_path, timeout=100)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "error: reward function mine.py:reward took longer than config.reward_timeout, 1 s" in result.stderr
+
+
+def test_ctrl_c_ends_at_once_though_a_reward_is_busy(tmp_path, random_sd):
+    command, options = command_for(start_hanging(tmp_path, random_sd), tmp_path)
+    process = subprocess.Popen(command, **options)
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "hangs").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 130 and "interrupted" in errors and time.monotonic() - started < 10
 
 
 MANY = ["--config.sample.batch_size=40", "--config.train.batch_size=40", "--config.reward_fn=mine.py:reward"]

@@ -67,7 +67,7 @@ class ChatClient:
         connect_timeout: float = 5.0,
         read_timeout: float = 60.0,
         max_tries: int = 5,
-        backoff: float = 1.0,
+        backoff: float = 2.0,
         startup_timeout: float = 600.0,
         quality: int = 80,
         max_tokens: int = 64,
