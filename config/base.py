@@ -115,7 +115,8 @@ def get_config():
     config.prompt_fn_kwargs = {}
 
     ###### Reward Function ######
-    # A function of ddpo_pytorch/rewards.py, "package.module:function" or "path/to/file.py:function".
+    # A function of ddpo_pytorch/rewards.py, "package.module:function" or "path/to/file.py:function"; "weighted_sum" is
+    # several of them. README has a table of what they measure, need and cost.
     config.reward_fn = "jpeg_compressibility"
     # Its arguments.
     config.reward_fn_kwargs = {}

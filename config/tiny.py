@@ -67,7 +67,7 @@ def classifier():
     pip install -e ".[classifier]" && accelerate launch scripts/train.py --config config/tiny.py:classifier  2 CPU cores
 
     Samples and updates as in `compressibility`. The classifier learned from photographs, and these are glyphs, so it
-    starts out unsure: 1 % for the right animal. It is taken in before people are.
+    starts out unsure: half a per cent for the right animal. It is taken in sooner than people are.
     """
     config = compressibility()
     # Nine animals in a row that ImageNet has by these names: fox to whale.

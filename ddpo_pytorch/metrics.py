@@ -236,8 +236,9 @@ def summary(values: Mapping[str, Any]) -> str:
     parts = f" ({', '.join(means)})" if means else ""
     failed = f", {values['reward/failed_fraction']:.1%} failed" if values["reward/failed_fraction"] else ""
     skipped = f", {values['policy/skipped_steps']} updates skipped" if values["policy/skipped_steps"] else ""
+    mean = round(values["reward_mean"], 12) + 0.0  # a weighted sum's mean may be 0 up to rounding
     return (
-        f"epoch {values['epoch']}: reward {values['reward_mean']:.4g} +- {values['reward_std']:.3g}{parts}{failed}, "
+        f"epoch {values['epoch']}: reward {mean:.4g} +- {values['reward_std']:.3g}{parts}{failed}, "
         f"logp_gap {values['policy/logp_gap']:.1e}, {values['time/epoch_s']:.1f} s{skipped}"
     )
 
