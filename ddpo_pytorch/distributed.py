@@ -11,8 +11,10 @@ import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from ddpo_pytorch.exits import RunFailure
 
-class ProcessFailure(RuntimeError):
+
+class ProcessFailure(RunFailure):
     """Some process failed; raised on all of them with its message."""
 
 

@@ -6,10 +6,9 @@ The one module besides the plan that reads the config.
 import datetime
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -106,15 +105,6 @@ def make_reward(accelerator: Accelerator, plan: RunPlan) -> RewardFn:
                 f"{type(reward_fn).__name__}"
             )
     return reward_fn
-
-
-def leave(code: int) -> NoReturn:
-    """End this process now, with its dashboards closed, even if a reward thread is still busy."""
-    if (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
-        wandb.finish(exit_code=code)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def open_run_folder(

@@ -16,13 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddpo_pytorch.exits import RunFailure
+
 RewardFn = Callable[[Any, Sequence[str], Sequence[dict]], Any]
 
 # The key of a reward function's info that says, image by image, why it could not be scored: text or None.
 FAILURES = "failures"
 
 
-class RewardFailure(RuntimeError):
+class RewardFailure(RunFailure):
     """A reward function ends the run; the message has its name."""
 
 

@@ -9,24 +9,13 @@ import functools
 import os
 import sys
 import time
-import traceback
 
-import torch
 from absl import app, flags
-from accelerate.state import is_initialized
-from accelerate.utils import get_int_from_env
 from ml_collections import ConfigDict
 
-from ddpo_pytorch import checkpoints, launch, metrics, policy, rollout, update
-from ddpo_pytorch.checkpoints import ModelIdentity, TrainingState
-from ddpo_pytorch.distributed import ProcessFailure, check_others, fail_together, seed_epoch
-from ddpo_pytorch.launch import ProgressBar
+from ddpo_pytorch.exits import explain_and_leave
 from ddpo_pytorch.named_functions import ConfigError
-from ddpo_pytorch.run_plan import apply_overrides, load_config, make_plan, split_overrides
-from ddpo_pytorch.scoring import RewardFailure, RewardWorkers
-from ddpo_pytorch.stat_tracking import PerPromptStatTracker
-from ddpo_pytorch.trajectories import shuffled_updates, take
-from ddpo_pytorch.weighted_sum import WeightedSum
+from ddpo_pytorch.run_plan import RunPlan, apply_overrides, load_config, make_plan, split_overrides
 
 CONFIG = flags.DEFINE_string(
     "config", "config/base.py", "Config file, as PATH or PATH:NAME; --config.KEY=VALUE sets one of its options."
@@ -37,9 +26,29 @@ CONFIG = flags.DEFINE_string(
 WORLD_SIZE_VARIABLES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
 
 
-def run(config: ConfigDict) -> None:
+def planned(argv: list[str], overrides: list[tuple[str, str]]) -> tuple[ConfigDict, RunPlan]:
     # PLAN   batch arithmetic and every user error, before anything is loaded
-    plan = make_plan(config, num_processes=get_int_from_env(WORLD_SIZE_VARIABLES, 1))
+    if len(argv) > 1:
+        raise ConfigError(f"unexpected arguments {argv[1:]}; options are written --config.KEY=VALUE")
+    config = load_config(CONFIG.value)
+    apply_overrides(config, overrides)
+    world_sizes = (int(os.environ.get(name, 0)) for name in WORLD_SIZE_VARIABLES)
+    return config, make_plan(config, num_processes=next((size for size in world_sizes if size > 0), 1))
+
+
+def run(config: ConfigDict, plan: RunPlan) -> None:
+    # Not before the plan stands: these take seconds to import, and a typing error should not.
+    import torch
+
+    from ddpo_pytorch import checkpoints, launch, metrics, policy, rollout, update
+    from ddpo_pytorch.checkpoints import ModelIdentity, TrainingState
+    from ddpo_pytorch.distributed import check_others, fail_together, seed_epoch
+    from ddpo_pytorch.launch import ProgressBar
+    from ddpo_pytorch.scoring import RewardWorkers
+    from ddpo_pytorch.stat_tracking import PerPromptStatTracker
+    from ddpo_pytorch.trajectories import shuffled_updates, take
+    from ddpo_pytorch.weighted_sum import WeightedSum
+
     pretrained, lora, sample, train = config.pretrained, config.lora, config.sample, config.train
     checkpoint, resumed = checkpoints.find_resumed(config.resume_from, config.num_epochs)
     identity = ModelIdentity(
@@ -226,27 +235,9 @@ def run(config: ConfigDict) -> None:
 
 def main(argv: list[str], overrides: list[tuple[str, str]]) -> None:
     try:
-        if len(argv) > 1:
-            raise ConfigError(f"unexpected arguments {argv[1:]}; options are written --config.KEY=VALUE")
-        config = load_config(CONFIG.value)
-        apply_overrides(config, overrides)
-        run(config)
-    except ConfigError as error:
-        # Until there is a process group every process finds the same error, and one says it.
-        if is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        launch.leave(1)
-    except (RewardFailure, ProcessFailure) as error:
-        if error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
-        print(f"error: {error}", file=sys.stderr)
-        launch.leave(1)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        launch.leave(130)
-    except Exception:
-        traceback.print_exc()
-        launch.leave(1)
+        run(*planned(argv, overrides))
+    except BaseException as error:
+        explain_and_leave(error)
 
 
 if __name__ == "__main__":

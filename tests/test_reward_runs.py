@@ -17,7 +17,8 @@ MIXED = (
 )
 
 
-@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_weighted_sum_resumes_bit_for_bit_with_its_scales(tmp_path, random_sd, num_processes):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     straight.mkdir()

@@ -49,7 +49,11 @@ FOUR_EPOCHS = [
     "num_processes, extra",
     [
         (1, ["--config.train.num_inner_epochs=2", "--config.train.timestep_fraction=0.7"]),
-        (1, ["--config.use_lora=False", "--config.train.learning_rate=1e-3", "--config.mixed_precision=bf16"]),
+        pytest.param(
+            1,
+            ["--config.use_lora=False", "--config.train.learning_rate=1e-3", "--config.mixed_precision=bf16"],
+            marks=pytest.mark.slow,
+        ),
         (2, ["--config.train.gradient_accumulation_steps=2", "--config.train.lr_warmup_steps=6"]),
     ],
     ids=["lora", "full-bf16", "two-processes"],

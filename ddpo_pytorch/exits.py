@@ -1,0 +1,49 @@
+"""How a run ends that does not end well: what is said, and with which code. Imports nothing heavy."""
+
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+from ddpo_pytorch.named_functions import ConfigError
+
+
+class RunFailure(RuntimeError):
+    """A run cannot go on; the message is one line that says why, and nothing in this program is to blame."""
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, with its dashboards closed, even if a reward thread is still busy."""
+    if (wandb := sys.modules.get("wandb")) is not None and getattr(wandb, "run", None) is not None:
+        wandb.finish(exit_code=code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def explain_and_leave(error: BaseException) -> NoReturn:
+    """Say why a run ends, and end the process with a code that is not 0.
+
+    One line for what the user can mend; a traceback for a fault in somebody's code, the user's reward included.
+    """
+    if isinstance(error, SystemExit):
+        leave(error.code if isinstance(error.code, int) else int(error.code is not None))
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        leave(130)
+    if isinstance(error, ConfigError):
+        # Until there is a process group every process finds the same error, and one says it.
+        if _has_process_group() or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+    elif isinstance(error, RunFailure):
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    leave(1)
+
+
+def _has_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()

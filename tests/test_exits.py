@@ -1,0 +1,45 @@
+import subprocess
+import sys
+
+import pytest
+
+CASES = {
+    "config": ("ConfigError('batch sizes do not fit')", 1, ["error: batch sizes do not fit"]),
+    "failure": ("RunFailure('the server is gone')", 1, ["error: the server is gone"]),
+    "interrupt": ("KeyboardInterrupt()", 130, ["interrupted"]),
+    "exit": ("SystemExit(3)", 3, []),
+    "exit-with-words": ("SystemExit('words')", 1, []),
+}
+
+
+def ended(raising, busy_thread=False, **environment):
+    code = (
+        "import threading, time\n"
+        "from ddpo_pytorch.exits import *\n"
+        "from ddpo_pytorch.named_functions import ConfigError\n"
+        f"if {busy_thread}: threading.Thread(target=time.sleep, args=(3600,)).start()\n"
+        f"try: {raising}\n"
+        "except BaseException as error: explain_and_leave(error)\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+
+
+@pytest.mark.parametrize("error, code, says", CASES.values(), ids=CASES)
+def test_each_kind_of_end_has_its_words_and_code(error, code, says):
+    result = ended(f"raise {error}", busy_thread=True)
+    assert result.returncode == code and result.stderr.splitlines() == says
+
+
+def test_a_fault_in_code_shows_where():
+    result = ended("1 / 0")
+    assert result.returncode == 1 and "Traceback" in result.stderr and "ZeroDivisionError" in result.stderr
+    cause = "\n  try: 1 / 0\n  except Exception as e: raise RunFailure('reward mine failed') from e"
+    result = ended(cause)
+    assert "ZeroDivisionError" in result.stderr and result.stderr.splitlines()[-1] == "error: reward mine failed"
+
+
+def test_what_every_process_finds_alike_is_said_once():
+    assert ended("raise ConfigError('no')", LOCAL_RANK="1").stderr == ""
+    assert ended("raise ConfigError('no')", LOCAL_RANK="0").stderr == "error: no\n"
