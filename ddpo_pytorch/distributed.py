@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from ddpo_pytorch.exits import RunFailure
+from ddpo_pytorch.named_functions import ConfigError
 
 
 class ProcessFailure(RunFailure):
@@ -40,17 +41,37 @@ def check_others(accelerator: Accelerator) -> None:
         raise AnotherProcessFailed(_store().get(FAILURE_KEY).decode())
 
 
+def count_together(accelerator: Accelerator, name: str, amount: int) -> int:
+    """Add to a counter that all processes share, and return its value. No collective; needs several processes."""
+    return _store().add(f"ddpo_pytorch/{name}", amount)
+
+
 def raise_together(accelerator: Accelerator, error: BaseException | None) -> None:
     """Raise on every process if any of them has an error; every process must call this.
 
     Without it the healthy processes would wait at their next collective for one that is gone.
+
+    Raises:
+        ConfigError: if all the errors are of this kind.
+        ProcessFailure: for other errors. Both say what went wrong, and on which processes where not on all.
     """
-    message = None
-    if error is not None and not isinstance(error, AnotherProcessFailed):
-        message = f"process {accelerator.process_index}: {type(error).__name__}: {error}"
-    failures = [m for m in gather_object([message]) if m is not None]
-    if failures:
-        raise ProcessFailure("; ".join(failures)) from error
+    is_own = error is not None and not isinstance(error, AnotherProcessFailed)
+    is_plain = isinstance(error, (ConfigError, RunFailure))  # one line that stands for itself
+    message = (f"{error}" if is_plain else f"{type(error).__name__}: {error}") if is_own else None
+    gathered = gather_object([(message, isinstance(error, ConfigError))])
+    failures = {
+        m: [rank for rank, (other, _) in enumerate(gathered) if other == m] for m, _ in gathered if m is not None
+    }
+    if not failures:
+        return
+    said = [
+        text if len(ranks) == len(gathered) else f"process {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in failures.items()
+    ]
+    if all(is_config for text, is_config in gathered if text is not None):
+        raise ConfigError("; ".join(said)) from None
+    cause = error.__cause__ if is_plain and error is not None else error
+    raise ProcessFailure("; ".join(said)) from (cause if is_own else None)
 
 
 @contextlib.contextmanager
@@ -59,7 +80,7 @@ def fail_together(accelerator: Accelerator) -> Iterator[None]:
     error = None
     try:
         yield
-    except Exception as e:
+    except (Exception, SystemExit) as e:  # also if somebody's function would end the program
         if accelerator.num_processes == 1:
             raise
         error = e

@@ -14,11 +14,13 @@ class RunFailure(RuntimeError):
 
 def leave(code: int) -> NoReturn:
     """End this process now, with its dashboards closed, even if a reward thread is still busy."""
-    if (wandb := sys.modules.get("wandb")) is not None and getattr(wandb, "run", None) is not None:
-        wandb.finish(exit_code=code)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    try:
+        if (wandb := sys.modules.get("wandb")) is not None and getattr(wandb, "run", None) is not None:
+            wandb.finish(exit_code=code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def explain_and_leave(error: BaseException) -> NoReturn:
@@ -26,8 +28,9 @@ def explain_and_leave(error: BaseException) -> NoReturn:
 
     One line for what the user can mend; a traceback for a fault in somebody's code, the user's reward included.
     """
-    if isinstance(error, SystemExit):
-        leave(error.code if isinstance(error.code, int) else int(error.code is not None))
+    if isinstance(error, SystemExit):  # of somebody's function: a whole run does not end like this
+        print(f"error: the run was ended by sys.exit({error.code!r})", file=sys.stderr)
+        leave(error.code if isinstance(error.code, int) and error.code else 1)
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         leave(130)

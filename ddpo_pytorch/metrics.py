@@ -210,16 +210,15 @@ def reward_metrics(epoch: int, rewards: np.ndarray, details: Mapping[str, np.nda
         rewards: float64 (n,), NaN for failed samples.
         details: float64 (n,) by name: a weighted sum's components, and other numbers per image.
     """
-    values: dict[str, Any] = {
+    values: dict[str, Any] = {f"reward/{name}": numbers for name, numbers in details.items()}
+    values |= {f"reward/{name}_mean": _mean(numbers) for name, numbers in details.items()}
+    return values | {
         "reward": rewards,
         "epoch": epoch,
         "reward_mean": _mean(rewards),
         "reward_std": float(np.nanstd(rewards)) if np.isfinite(rewards).any() else math.nan,
         "reward/failed_fraction": float(np.isnan(rewards).mean()),
     }
-    for name, numbers in details.items():
-        values |= {f"reward/{name}": numbers, f"reward/{name}_mean": _mean(numbers)}
-    return values
 
 
 def _mean(values: np.ndarray) -> float:
@@ -231,7 +230,7 @@ def summary(values: Mapping[str, Any]) -> str:
     means = [
         f"{key.removeprefix('reward/').removesuffix('_mean')} {value:.4g}"
         for key, value in values.items()
-        if key.startswith("reward/") and key.endswith("_mean")
+        if key.startswith("reward/") and key.endswith("_mean") and isinstance(value, float)
     ]
     parts = f" ({', '.join(means)})" if means else ""
     failed = f", {values['reward/failed_fraction']:.1%} failed" if values["reward/failed_fraction"] else ""

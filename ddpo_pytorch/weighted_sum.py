@@ -71,7 +71,11 @@ class WeightedSum:
         failures: list[str | None] = [None] * len(prompts)
         own = {}
         for component in self.components:
-            scores = checked_scores(component.reward_fn(images, prompts, metadata), len(prompts), component.label)
+            try:
+                result = component.reward_fn(images, prompts, metadata)
+            except Exception as error:
+                raise RuntimeError(f"{component.label} failed with {type(error).__name__}: {error}") from error
+            scores = checked_scores(result, len(prompts), component.label)
             own[component.label] = scores.rewards
             info |= {f"{component.label}/{name}": v for name, v in {**scores.details, **scores.notes}.items()}
             for i, reason in enumerate(scores.failures):

@@ -42,7 +42,7 @@ def run(config: ConfigDict, plan: RunPlan) -> None:
 
     from ddpo_pytorch import checkpoints, launch, metrics, policy, rollout, update
     from ddpo_pytorch.checkpoints import ModelIdentity, TrainingState
-    from ddpo_pytorch.distributed import check_others, fail_together, seed_epoch
+    from ddpo_pytorch.distributed import check_others, count_together, fail_together, seed_epoch
     from ddpo_pytorch.launch import ProgressBar
     from ddpo_pytorch.scoring import RewardWorkers
     from ddpo_pytorch.stat_tracking import PerPromptStatTracker
@@ -75,6 +75,7 @@ def run(config: ConfigDict, plan: RunPlan) -> None:
         timeout=config.reward_timeout,
         samples_per_epoch=plan.samples_per_epoch_total,
         max_failed_fraction=config.max_failed_fraction,
+        count_together=functools.partial(count_together, accelerator) if plan.num_processes > 1 else None,
     )
     scheduler = policy.load_scheduler(
         pretrained.model, pretrained.revision, sample.num_steps, sample.eta, accelerator.device

@@ -30,8 +30,6 @@ def test_an_empty_reply_recalls_nothing(minilm):
 
 
 def test_models_and_layers_that_cannot_be_had_are_named(minilm):
-    with pytest.raises(ValueError, match="num_layers.*deberta-xlarge-mnli 40"):
-        BertScoreRecall("my/own", device="cpu")
     with pytest.raises(ValueError, match="num_layers must be from 0 to 6 .*; got 7"):
         BertScoreRecall(str(minilm), 7, device="cpu")
     with pytest.raises(ValueError, match='cannot load the text encoder "./nowhere"'):

@@ -89,6 +89,31 @@ def test_after_the_last_try_the_reason_is_kept_and_others_are_not_hurt(proxy):
     assert proxy.base_url in str(failed) and len(proxy.questions) - before == 4
 
 
+def test_a_batch_has_a_deadline_and_keeps_the_reason(proxy):
+    """A server that takes questions and never answers: all tries of all questions would take minutes."""
+    asker = client(proxy.base_url, concurrency=2, read_timeout=0.5, batch_timeout=1.2)
+    asker.wait_until_served()
+    proxy.always = slow(30)
+    started = time.monotonic()
+    failures = asker.ask_all([picture()] * 6, ["What?"] * 6)
+    assert time.monotonic() - started < 3
+    assert all(isinstance(f, RequestFailed) for f in failures)
+    assert all(f"no answer in time at {proxy.base_url} (1.2 s for a batch are over)" == str(f) for f in failures)
+
+
+def bad_log_prob(reply):
+    top = {"token": "yes", "logprob": None, "bytes": None}
+    reply["choices"][0]["logprobs"] = {"content": [{**top, "top_logprobs": [top]}]}
+
+
+def test_log_probabilities_that_are_none_are_an_unreadable_reply(proxy):
+    asker = client(proxy.base_url)
+    asker.wait_until_served()
+    proxy.edit = bad_log_prob
+    with pytest.raises(RequestFailed, match="unreadable reply"):
+        asker.ask(picture(), "Is it?", needs_logprobs=True)
+
+
 @pytest.mark.parametrize(
     "fault, says",
     [
@@ -138,16 +163,16 @@ def test_log_probabilities_of_the_first_token_are_read(proxy):
 
 
 def test_the_key_is_taken_from_the_environment(proxy, monkeypatch):
-    monkeypatch.setenv("MY_KEY", "open sesame")
+    monkeypatch.setenv("MY_KEY", "open-sesame")
     client(proxy.base_url, api_key_env="MY_KEY").wait_until_served()
-    assert set(proxy.keys) == {"Bearer open sesame"}
+    assert set(proxy.keys) == {"Bearer open-sesame"}
 
 
 # --- the start
 
 
 def test_a_server_that_starts_late_is_waited_for(proxy, capsys, monkeypatch):
-    """It refuses connections, then loads (503), then answers."""
+    """It loads, which it says by 503, then answers."""
     proxy.always = status(503)
     slept = []
 
@@ -200,13 +225,31 @@ def test_a_server_without_a_list_of_models_is_taken_at_its_first_reply(proxy):
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"base_url": "localhost:8000"}, 'base_url must be like http://.*got "localhost:8000"'),
-        ({"api_key_env": "NO_SUCH_KEY"}, '"NO_SUCH_KEY", which is not set'),
+        ({"base_url": "localhost:8000"}, "base_url must be like http://.*got 'localhost:8000'"),
+        ({"base_url": "http://host:port/v1"}, "base_url must be like"),
+        ({"base_url": 5}, "base_url must be like"),
+        ({"base_url": "https://me:secret@host/v1"}, "must not hold a user or password"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "'NO_SUCH_KEY', which is not set"),
+        ({"max_tries": 0}, "max_tries must be a whole number, 1 or greater; got 0"),
+        ({"concurrency": 1.5}, "concurrency must be"),
+        ({"quality": 101}, "quality must be a whole number from 1 to 100; got 101"),
+        ({"read_timeout": "60"}, "read_timeout must be seconds, greater than 0; got '60'"),
+        ({"backoff": math.nan}, "backoff must be"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_without_a_word_to_the_server(options, says):
-    with pytest.raises(ChatSetupError, match=says):
-        check_server(**options)
+    for refuse in (check_server, ChatClient):
+        with pytest.raises(ChatSetupError, match=says) as caught:
+            refuse(**options)
+        assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["sk-secret\r", "sk-secret ", "sk-secr\u00e9t"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch, key):
+    monkeypatch.setenv("MY_KEY", key)
+    with pytest.raises(ChatSetupError, match="the key in the variable 'MY_KEY' has spaces") as caught:
+        check_server(api_key_env="MY_KEY")
+    assert "sk-" not in str(caught.value)
 
 
 # --- what replies are worth
@@ -256,6 +299,7 @@ def test_yes_is_weighed_against_no_in_any_spelling(tokens, expected):
         ("Score: four", r"(\d+)", math.nan),
         ("Score: four", r"Score: (\w+)", math.nan),
         ("Reason 1. Rating: 3", r"Rating: (\d)", 3),
+        ("none", r"(\d+)?none", math.nan),
     ],
 )
 def test_ratings_are_the_first_group_of_the_first_match(reply, pattern, expected):

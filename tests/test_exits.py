@@ -7,8 +7,9 @@ CASES = {
     "config": ("ConfigError('batch sizes do not fit')", 1, ["error: batch sizes do not fit"]),
     "failure": ("RunFailure('the server is gone')", 1, ["error: the server is gone"]),
     "interrupt": ("KeyboardInterrupt()", 130, ["interrupted"]),
-    "exit": ("SystemExit(3)", 3, []),
-    "exit-with-words": ("SystemExit('words')", 1, []),
+    "exit": ("SystemExit(3)", 3, ["error: the run was ended by sys.exit(3)"]),
+    "exit-0": ("SystemExit(0)", 1, ["error: the run was ended by sys.exit(0)"]),
+    "exit-with-words": ("SystemExit('words')", 1, ["error: the run was ended by sys.exit('words')"]),
 }
 
 
@@ -43,3 +44,10 @@ def test_a_fault_in_code_shows_where():
 def test_what_every_process_finds_alike_is_said_once():
     assert ended("raise ConfigError('no')", LOCAL_RANK="1").stderr == ""
     assert ended("raise ConfigError('no')", LOCAL_RANK="0").stderr == "error: no\n"
+
+
+def test_a_dashboard_that_cannot_be_closed_does_not_hold_the_process():
+    fake = "import sys, types, time\n  def finish(exit_code): raise OSError\n"
+    fake += "  sys.modules['wandb'] = types.SimpleNamespace(run=1, finish=finish)\n"
+    result = ended("\n  " + fake + "  raise ConfigError('no')", busy_thread=True)
+    assert result.returncode == 1 and "error: no" in result.stderr

@@ -114,8 +114,17 @@ def test_a_caption_says_all_that_the_reward_function_said():
 
 def test_reward_metrics_leave_failed_samples_out():
     rewards = np.array([1.0, np.nan, 3.0, 5.0])
-    details = {"clip": np.array([np.nan, np.nan, 1.0, 2.0]), "none": np.full(4, np.nan)}
+    details = {
+        "clip": np.array([np.nan, np.nan, 1.0, 2.0]),
+        "none": np.full(4, np.nan),
+        "failed_fraction": np.ones(4),
+        "a_mean": np.ones(4),
+    }
     values = metrics.reward_metrics(2, rewards, details)
     assert (values["epoch"], values["reward_mean"], values["reward/failed_fraction"]) == (2, 3.0, 0.25)
     assert values["reward_std"] == pytest.approx(np.std([1, 3, 5]))
+    assert values["reward/failed_fraction"] == 0.25  # though a detail has this name
     assert values["reward/clip_mean"] == 1.5 and math.isnan(values["reward/none_mean"])
+    extra = {"policy/logp_gap": 0.0, "policy/skipped_steps": 0, "time/epoch_s": 1.0}
+    line = metrics.summary({**values, **extra})
+    assert line.startswith("epoch 2: reward 3 +- 1.63 (clip 1.5, none nan, failed_fraction 1, a_mean 1), 25.0% failed")

@@ -38,6 +38,10 @@ def test_a_prompt_without_quotes_is_a_failed_sample():
         ("a sign ‘single’", "single"),
         ("a dog's sign 'it'", "it"),
         ("a dog's and a cat's", None),
+        ("a sign 'Don't stop'", "Don't stop"),
+        ("a sign ‘Don’t stop’", "Don’t stop"),
+        ("5'10\" tall and 6'2\"", None),
+        ('5\'10" tall with a "sign"', "sign"),
         ("nothing", None),
     ],
 )

@@ -64,8 +64,15 @@ def test_colorfulness_is_hasler_and_suesstrunks():
         ("vlm_rating", {"api_key_env": "NO_SUCH_KEY"}, {}, "NO_SUCH_KEY"),
         ("vlm_rating", {"pattern": r"\d+"}, {}, r"must have the number in a group"),
         ("vlm_rating", {"pattern": "("}, {}, "is no regular expression"),
-        ("llava_strict_satisfaction", {}, {}, 'needs prompts whose metadata have "questions" and "answers"'),
-        ("llava_strict_satisfaction", {}, None, 'needs prompts whose metadata have "questions" and "answers"'),
+        ("llava_strict_satisfaction", {}, {}, 'as many "questions" as "answers".*are empty'),
+        ("llava_strict_satisfaction", {}, None, 'as many "questions" as "answers"'),
+        ("llava_strict_satisfaction", {}, {"questions": "How?", "answers": ["two"]}, "lists of text"),
+        ("llava_strict_satisfaction", {}, {"questions": ["How?"], "answers": []}, "lists of text"),
+        ("llava_bertscore", {"bert_model": "my/own"}, {}, "num_layers.*deberta-xlarge-mnli 40"),
+        ("llava_bertscore", {"dtype": "fp16"}, {}, "dtype must be one of float32, bfloat16, float16; got 'fp16'"),
+        ("clip_score", {"dtype": 3}, {}, "dtype must be one of"),
+        ("vlm_rating", {"pattern": 5}, {}, "config.reward_fn vlm_rating: "),
+        ("vlm_rating", {"max_tries": 0}, {}, "max_tries must be"),
     ],
 )
 def test_what_cannot_work_is_told_before_anything_is_loaded(name, kwargs, metadata, says):
@@ -99,7 +106,7 @@ def test_naming_a_reward_loads_no_model_library():
     code = (
         "import sys; from ddpo_pytorch import rewards\n"
         "for name in rewards.__all__[:-1]:\n"
-        "    rewards.check_factory(getattr(rewards, name), {}, name, ('a', {'questions': [], 'answers': []}))\n"
+        "    rewards.check_factory(getattr(rewards, name), {}, name, ('a', {'questions': ['?'], 'answers': ['a']}))\n"
         "assert not {'torch', 'open_clip', 'transformers', 'timm', 'openai', 'rapidocr'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -18,6 +18,8 @@ from ddpo_pytorch.scoring import RewardFailure, RewardWorkers, Scores, checked_s
         torch.tensor([1, 2.5], dtype=torch.bfloat16),
         ([1, 2.5], {"info": 1}),
         [torch.tensor(1), torch.tensor(2.5)],
+        [torch.tensor(1.0, requires_grad=True), torch.tensor(2.5, dtype=torch.bfloat16)],
+        (np.float32(1), 2.5),
     ],
     ids=repr,
 )
@@ -41,6 +43,7 @@ def test_a_reward_that_is_no_finite_number_is_a_failed_sample():
         (["good", "bad"], "not numbers"),
         ([[1], [1, 2]], "not numbers"),
         (None, "not numbers"),
+        (torch.zeros(2, dtype=torch.complex64), "not numbers"),
     ],
     ids=repr,
 )
@@ -59,6 +62,9 @@ def test_of_the_info_what_has_one_entry_per_image_is_kept():
         "embeds": np.zeros((2, 5)),
         "word": "ab",
         "mixed": ["a", 1],
+        "mean": np.array(1.5),
+        "tensor mean": torch.tensor(1.5),
+        "failures": None,
     }
     scores = checked_scores(([1.0, 2.0], info), 2, "f")
     assert set(scores.details) == {"sharpness", "count"} and scores.notes == {"reply": ["a cat", ""]}
@@ -67,9 +73,10 @@ def test_of_the_info_what_has_one_entry_per_image_is_kept():
     assert scores.details["count"].dtype == np.float64 and scores.failures == [None, None]
 
 
-def test_failures_must_be_one_per_image():
-    with pytest.raises(ValueError, match='reward function f returned 1 "failures" for 2 images'):
-        checked_scores(([1.0, 2.0], {"failures": ["why"]}), 2, "f")
+@pytest.mark.parametrize("failures", [["why"], "no", 3])
+def test_failures_must_be_one_per_image(failures):
+    with pytest.raises(ValueError, match='reward function f returned "failures".*one text or None per image, 2 in all'):
+        checked_scores(([1.0, 2.0], {"failures": failures}), 2, "f")
 
 
 def test_batches_are_put_together_though_some_say_less():
@@ -162,3 +169,48 @@ def test_a_reward_that_raises_is_told_while_sampling_goes_on():
     workers._jobs[0].future.exception(timeout=30)
     with pytest.raises(RewardFailure, match="reward function mine failed with KeyError: 'answers'"):
         workers.check()
+
+
+def test_a_reward_that_would_end_the_program_is_a_failure_of_the_run():
+    def leaving(images, prompts, metadata):
+        raise SystemExit(0)
+
+    workers = workers_for(leaving)
+    submit(workers, "a")
+    with pytest.raises(RewardFailure, match="reward function mine failed with SystemExit: 0"):
+        workers.collect(on_batch=lambda: None)
+
+
+def test_failures_of_all_processes_are_counted_together():
+    """Another process has three failures already; 10 % of 40 are four."""
+    counters = {"failed_samples/1": 3}
+
+    def count_together(name, amount):
+        counters[name] = counters.get(name, 0) + amount
+        return counters[name]
+
+    workers = RewardWorkers(
+        lambda images, prompts, metadata: [math.nan if p == "x" else 0.0 for p in prompts],
+        *("mine", torch.device("cpu"), 1, 60.0, 40, 0.1, count_together),
+    )
+    submit(workers, "xxaa")
+    workers.collect(on_batch=lambda: None)
+    assert counters == {"failed_samples/1": 3, "failed_samples/0": 2}
+    submit(workers, "xaaa")
+    workers.collect(on_batch=lambda: None)
+    counters["failed_samples/2"] = 4
+    submit(workers, "xaaa")
+    with pytest.raises(RewardFailure, match="failed for 5 of 40 samples"):
+        workers.collect(on_batch=lambda: None)
+
+
+@pytest.mark.parametrize("device, index", [("cuda", 3), ("cuda:1", 1)])
+def test_threads_work_on_the_gpu_of_their_process(monkeypatch, device, index):
+    """A single process has the device "cuda" without a number."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    workers = RewardWorkers(lambda i, p, m: [0.0] * len(p), "mine", torch.device(device), 1, 60.0, 8, 0.1)
+    submit(workers, "a")
+    workers.collect(on_batch=lambda: None)
+    assert chosen == [index]

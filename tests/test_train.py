@@ -153,7 +153,7 @@ def test_a_reward_that_fails_on_one_process_ends_both_with_its_message(tmp_path,
     extra = ["--config.reward_fn=mine.py:reward", "--config.sample.num_batches_per_epoch=200"]
     result = launch([*arguments, *extra], tmp_path, num_processes=2)
     assert result.returncode != 0
-    message = "process 1: RewardFailure: reward function mine.py:reward failed with RuntimeError: the scorer fell over"
+    message = "process 1: reward function mine.py:reward failed with RuntimeError: the scorer fell over"
     assert result.stderr.count(f"error: {message}") == 2
     # Where it came from, and the healthy process did not sample on to the end.
     assert 'in f\n    raise RuntimeError("the scorer fell over")' in result.stderr

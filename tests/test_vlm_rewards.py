@@ -42,6 +42,15 @@ def test_a_question_without_any_reply_fails_its_sample_alone(proxy):
     assert info["failures"][0] is None and "HTTP 400" in info["failures"][1]
 
 
+def test_a_prompt_without_questions_fails_its_sample_alone(proxy):
+    saying(proxy, "two")
+    reward = rewards.llava_strict_satisfaction(base_url=proxy.base_url, **FAST)
+    metadata = [{}, {"questions": ["How many?"], "answers": ["two"]}, None]
+    scores, info = reward(ONE_PIXEL, ["p"] * 3, metadata)
+    np.testing.assert_array_equal(scores, [np.nan, 1, np.nan])
+    assert 'as many "questions" as "answers"' in info["failures"][0] and info["failures"][1] is None
+
+
 def test_bertscore_recalls_the_prompt_from_the_description(proxy, minilm):
     saying(proxy, "a cat riding a bicycle down the street", "a dog sleeping on a sofa", "")
     reward = rewards.llava_bertscore(
@@ -65,11 +74,11 @@ def test_yes_probability_is_read_from_log_probabilities(proxy):
 
     proxy.edit = edit
     options = {**FAST, "max_tokens": 1}
-    reward = rewards.vlm_yes_probability(base_url=proxy.base_url, question="Is it {prompt}?", **options)
+    reward = rewards.vlm_yes_probability(base_url=proxy.base_url, question="Is it {prompt}? {0}{x}", **options)
     scores, info = reward(ONE_PIXEL[:2], ["a cat", "a dog"], [{}] * 2)
     np.testing.assert_allclose(scores, [0.75, np.nan])
     assert "neither yes nor no" in info["failures"][1]
-    assert proxy.questions[-1]["messages"][0]["content"][1]["text"] == "Is it a dog?"
+    assert proxy.questions[-1]["messages"][0]["content"][1]["text"] == "Is it a dog? {0}{x}"
 
 
 def test_ratings_are_read_from_the_replies(proxy):

@@ -93,6 +93,11 @@ def test_the_config_names_components_with_their_arguments(tmp_path, monkeypatch)
         ([{"weight": 1}], "an entry has reward_fn"),
         ([{"reward_fn": "colorfulness", "wieght": 1}], "may have kwargs, label, normalize, weight"),
         ([{"reward_fn": "colorfulness", "weight": "much"}], "the weight of colorfulness must be a number; got 'much'"),
+        ([{"reward_fn": "colorfulness", "weight": float("inf")}], "must be a number; got inf"),
+        ([{"reward_fn": 5}], "reward_fn is a name"),
+        ([{"reward_fn": "colorfulness", "kwargs": None}], "kwargs a dictionary"),
+        ([{"reward_fn": "colorfulness", "label": "failures"}], "failures is taken"),
+        (5, "must be a list"),
         ([{"reward_fn": "weighted_sum"}], "cannot hold another one"),
         ([{"reward_fn": "colourfulness"}], '"colourfulness" is no function of'),
         ([{"reward_fn": "colorfulness"}] * 2, 'colorfulness twice; give each a "label"'),
@@ -104,3 +109,19 @@ def test_components_that_cannot_work_are_refused_before_anything_is_loaded(compo
     with pytest.raises(ConfigError, match=says):
         resolve_components(components)
         weighted_sum.check("a prompt", {}, components=components)
+
+
+def test_a_component_that_raises_is_named():
+    def broken(images, prompts, metadata):
+        raise KeyError("x")
+
+    mixed = WeightedSum([Component("mine", 1.0, True, broken)])
+    with pytest.raises(RuntimeError, match="mine failed with KeyError: 'x'"):
+        mixed(np.zeros(1), ["a"], [{}])
+
+
+def test_a_component_that_is_no_function_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def reward(): pass")
+    with pytest.raises(ValueError, match="component reward must return a function, not NoneType"):
+        weighted_sum([{"reward_fn": "mine.py:reward"}])

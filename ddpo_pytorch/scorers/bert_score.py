@@ -10,14 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ddpo_pytorch.scorers.devices import own_device, own_dtype
-
-# Which hidden state correlates best with human judgement, as the authors recommend. The first is the default model.
-BEST_LAYERS = {
-    "microsoft/deberta-xlarge-mnli": 40,
-    "roberta-large": 17,
-    "bert-base-uncased": 9,
-    "distilbert-base-uncased": 5,
-}
+from ddpo_pytorch.scorers.hub import first_line
 
 
 class BertScoreRecall(torch.nn.Module):
@@ -25,8 +18,8 @@ class BertScoreRecall(torch.nn.Module):
 
     def __init__(
         self,
-        model: str = "microsoft/deberta-xlarge-mnli",
-        num_layers: int | None = None,
+        model: str,
+        num_layers: int,
         revision: str = "",
         dtype: torch.dtype | str = torch.float32,
         device: torch.device | str | None = None,
@@ -34,29 +27,25 @@ class BertScoreRecall(torch.nn.Module):
         """
         Args:
             model: hub id or folder.
-            num_layers: the hidden state to compare, counted from the embeddings (0); None: the recommended one.
+            num_layers: the hidden state to compare, counted from the embeddings (0).
 
         Raises:
-            ValueError: no such model, no recommendation for it, or fewer layers.
+            ValueError: no such model, or it has fewer layers.
         """
         super().__init__()
         from transformers import AutoModel, AutoTokenizer
 
         self.device = own_device(device)
-        layers = num_layers if num_layers is not None else BEST_LAYERS.get(model)
-        if layers is None:
-            known = ", ".join(f"{name} {n}" for name, n in BEST_LAYERS.items())
-            raise ValueError(f'say which layer (num_layers) of "{model}" to compare; known are {known}')
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(model, revision=revision or None)
             encoder = AutoModel.from_pretrained(model, revision=revision or None)
-        except (OSError, ValueError) as error:
-            raise ValueError(f'cannot load the text encoder "{model}": {str(error).splitlines()[0]}') from error
+        except Exception as error:
+            raise ValueError(f'cannot load the text encoder "{model}": {first_line(error)}') from error
         available = encoder.config.num_hidden_layers
-        if not 0 <= layers <= available:
-            raise ValueError(f'num_layers must be from 0 to {available} for "{model}"; got {layers}')
+        if not 0 <= num_layers <= available:
+            raise ValueError(f'num_layers must be from 0 to {available} for "{model}"; got {num_layers}')
         self.encoder = encoder.to(self.device, own_dtype(dtype)).eval().requires_grad_(False)
-        self.num_layers = layers
+        self.num_layers = num_layers
         # Some tokenizers, deberta-xlarge-mnli's among them, declare no length.
         self.max_length = min(self.tokenizer.model_max_length, getattr(encoder.config, "max_position_embeddings", 512))
 

@@ -12,7 +12,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -47,12 +47,53 @@ class Reply:
     first_token: dict[str, float] | None
 
 
-def check_server(base_url: str = "http://127.0.0.1:8000/v1", api_key_env: str = "", **_: Any) -> None:
-    """Raises ChatSetupError for what can be told about a server's arguments without talking to it."""
-    if urlsplit(base_url).scheme not in ("http", "https") or not urlsplit(base_url).netloc:
-        raise ChatSetupError(f'base_url must be like http://127.0.0.1:8000/v1; got "{base_url}"')
-    if api_key_env and not os.environ.get(api_key_env):
-        raise ChatSetupError(f'api_key_env names the environment variable "{api_key_env}", which is not set')
+# What each of a server's arguments must be, as the message names it
+ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "model": (lambda v: isinstance(v, str), "text"),
+    "concurrency": (lambda v: _is_whole(v) and v >= 1, "a whole number, 1 or greater"),
+    "connect_timeout": (lambda v: _is_number(v) and v > 0, "seconds, greater than 0"),
+    "read_timeout": (lambda v: _is_number(v) and v > 0, "seconds, greater than 0"),
+    "max_tries": (lambda v: _is_whole(v) and v >= 1, "a whole number, 1 or greater"),
+    "backoff": (lambda v: _is_number(v) and v >= 0, "seconds, 0 or greater"),
+    "batch_timeout": (lambda v: _is_number(v) and v > 0, "seconds, greater than 0"),
+    "startup_timeout": (lambda v: _is_number(v) and v >= 0, "seconds, 0 or greater"),
+    "quality": (lambda v: _is_whole(v) and 1 <= v <= 100, "a whole number from 1 to 100"),
+    "max_tokens": (lambda v: _is_whole(v) and v >= 1, "a whole number, 1 or greater"),
+}
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def check_server(base_url: str = "http://127.0.0.1:8000/v1", api_key_env: str = "", **others: Any) -> None:
+    """Check a server's arguments without talking to it.
+
+    Raises:
+        ChatSetupError: one that cannot be; the key itself is never in the message.
+    """
+    try:
+        url = urlsplit(base_url)
+        is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except (ValueError, TypeError, AttributeError):
+        is_url = False
+    if not is_url:
+        raise ChatSetupError(f"base_url must be like http://127.0.0.1:8000/v1; got {base_url!r}")
+    if url.username is not None or url.password is not None:
+        raise ChatSetupError("base_url must not hold a user or password; name a variable with the key in api_key_env")
+    key = os.environ.get(api_key_env, "") if api_key_env else "none"
+    if not key:
+        raise ChatSetupError(f"api_key_env names the environment variable {api_key_env!r}, which is not set")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ChatSetupError(f"the key in the variable {api_key_env!r} has spaces, line ends or letters beyond ASCII")
+    for name, value in others.items():
+        is_allowed, wanted = ARGUMENTS[name]
+        if not is_allowed(value):
+            raise ChatSetupError(f"{name} must be {wanted}; got {value!r}")
 
 
 class ChatClient:
@@ -68,6 +109,7 @@ class ChatClient:
         read_timeout: float = 60.0,
         max_tries: int = 5,
         backoff: float = 2.0,
+        batch_timeout: float = 500.0,
         startup_timeout: float = 600.0,
         quality: int = 80,
         max_tokens: int = 64,
@@ -82,17 +124,34 @@ class ChatClient:
             max_tries: per question.
             backoff: seconds before the second try, give or take a quarter; doubled for each further one, or what the
                 server's Retry-After asks for where that is longer.
+            batch_timeout: seconds for all questions about one batch of images; those without a reply by then have
+                failed, with the reason of the last try. Below config.reward_timeout, which ends the run.
             startup_timeout: seconds to wait for a server that does not answer yet.
             quality: of the JPEGs, 1 to 100.
             max_tokens: of a reply.
         """
         import openai
 
-        check_server(base_url, api_key_env)
+        check_server(
+            base_url,
+            api_key_env,
+            model=model,
+            concurrency=concurrency,
+            connect_timeout=connect_timeout,
+            read_timeout=read_timeout,
+            max_tries=max_tries,
+            backoff=backoff,
+            batch_timeout=batch_timeout,
+            startup_timeout=startup_timeout,
+            quality=quality,
+            max_tokens=max_tokens,
+        )
         self.base_url, self.model = base_url.rstrip("/"), model
         self.api_key_env = api_key_env
         self.max_tries, self.backoff, self.startup_timeout = max_tries, backoff, startup_timeout
+        self.connect_timeout, self.read_timeout, self.batch_timeout = connect_timeout, read_timeout, batch_timeout
         self.quality, self.max_tokens = quality, max_tokens
+        self._last_problem = "none was answered"
         self._client = openai.OpenAI(
             base_url=self.base_url,
             api_key=os.environ[api_key_env] if api_key_env else "none",
@@ -174,16 +233,21 @@ class ChatClient:
     ) -> list[Reply | RequestFailed]:
         """Ask one question of each image, `concurrency` at a time; a reply or its failure for each, in order."""
 
+        deadline = time.monotonic() + self.batch_timeout
+
         def attempt(image: Image.Image, question: str) -> Reply | RequestFailed:
             try:
-                return self.ask(image, question, needs_logprobs)
+                return self.ask(image, question, needs_logprobs, deadline)
             except RequestFailed as error:
                 return error
 
         return list(self._threads.map(attempt, images, questions))
 
-    def ask(self, image: Image.Image, question: str, needs_logprobs: bool = False) -> Reply:
+    def ask(self, image: Image.Image, question: str, needs_logprobs: bool = False, deadline: float = math.inf) -> Reply:
         """Ask one question, with as many tries as there may be.
+
+        Args:
+            deadline: of time.monotonic(), for all tries together.
 
         Raises:
             RequestFailed: the server was not reached or answered with an error at the last try, answered with one that
@@ -195,6 +259,9 @@ class ChatClient:
         content = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": question}]
         options: dict[str, Any] = {"logprobs": True, "top_logprobs": 20} if needs_logprobs else {}
         for tries in range(1, self.max_tries + 1):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise RequestFailed(f"{self._last_problem} ({self.batch_timeout:g} s for a batch are over)")
             wait = 0.0
             try:
                 completion = self._client.chat.completions.create(
@@ -202,6 +269,7 @@ class ChatClient:
                     messages=[{"role": "user", "content": content}],  # type: ignore[list-item,misc]
                     max_tokens=self.max_tokens,
                     temperature=0,
+                    timeout=openai.Timeout(min(self.read_timeout, left), connect=min(self.connect_timeout, left)),
                     **options,
                 )
                 return _parsed(completion)
@@ -217,9 +285,11 @@ class ChatClient:
             except Exception as error:  # whatever the client makes of a reply that is no chat completion
                 said = f"{type(error).__name__}: {error}"
                 raise RequestFailed(f"unreadable reply from {self.base_url} ({_one_line(said)})") from error
+            self._last_problem = reason
             if tries < self.max_tries:
                 jittered = self.backoff * 2 ** (tries - 1) * self._jitter.uniform(0.75, 1.25)
-                time.sleep(min(MAX_WAIT, max(wait, jittered)))
+                left = max(0.0, deadline - time.monotonic())
+                time.sleep(min(MAX_WAIT, max(wait, jittered), left))
         raise RequestFailed(f"{reason} ({self.max_tries} tries)")
 
 
@@ -260,7 +330,7 @@ def _parsed(completion: Any) -> Reply:
     if text is not None and not isinstance(text, str):
         raise TypeError(f"the reply's content is {type(text).__name__}")
     steps = choice.logprobs.content if choice.logprobs is not None else None
-    first = {top.token: top.logprob for top in steps[0].top_logprobs} if steps else None
+    first = {str(top.token): min(0.0, float(top.logprob)) for top in steps[0].top_logprobs} if steps else None
     return Reply(text or "", first)
 
 
@@ -288,5 +358,5 @@ def rating(reply: str, pattern: str) -> float:
     match = re.search(pattern, reply)
     try:
         return float(match[1]) if match else math.nan
-    except ValueError:
+    except (ValueError, TypeError):  # the group is no number, or took no part in the match
         return math.nan

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ddpo_pytorch.images import to_pil
 from ddpo_pytorch.scorers.devices import own_device, own_dtype
-from ddpo_pytorch.scorers.hub import hub_file, hub_folder
+from ddpo_pytorch.scorers.hub import first_line, hub_file, hub_folder
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -34,7 +34,7 @@ class OpenClip(torch.nn.Module):
             revision: commit, tag or branch on the hub, for a tag or an "hf-hub:" model.
 
         Raises:
-            ValueError: no such model, tag or file, or weights trained with another activation than the architecture's.
+            ValueError: no such model, tag or file, or weights that do not fit.
         """
         super().__init__()
         import open_clip
@@ -53,8 +53,9 @@ class OpenClip(torch.nn.Module):
                     **options,
                 )
                 self.tokenizer = open_clip.get_tokenizer(name)
-        except (RuntimeError, OSError, ValueError) as error:
-            raise ValueError(f'cannot load the CLIP model "{model}" (weights "{pretrained}"): {error}') from error
+        except Exception as error:
+            reason = first_line(error)
+            raise ValueError(f'cannot load the CLIP model "{model}" (weights "{pretrained}"): {reason}') from error
         self.towers = towers.eval().requires_grad_(False)
 
     def preprocessed(self, images: Any) -> torch.Tensor:
@@ -138,8 +139,9 @@ class PickScore(torch.nn.Module):
         try:
             towers = CLIPModel.from_pretrained(model, revision=revision or None)
             self.processor = CLIPProcessor.from_pretrained(processor, revision=processor_revision or None)
-        except (OSError, ValueError) as error:
-            raise ValueError(f'cannot load "{model}" with the processor "{processor}": {error}') from error
+        except Exception as error:
+            reason = first_line(error)
+            raise ValueError(f'cannot load "{model}" with the processor "{processor}": {reason}') from error
         self.towers = towers.to(self.device, self.dtype).eval().requires_grad_(False)
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ def hub_file(repo: str, filename: str, revision: str | None) -> Path:
     try:
         return Path(hf_hub_download(repo, filename, revision=revision))
     except Exception as error:
-        raise ValueError(f"cannot get {filename} of {repo} from the hub: {_first_line(error)}") from error
+        raise ValueError(f"cannot get {filename} of {repo} from the hub: {first_line(error)}") from error
 
 
 def hub_folder(repo: str, revision: str | None) -> Path:
@@ -22,8 +22,9 @@ def hub_folder(repo: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(repo, revision=revision))
     except Exception as error:
-        raise ValueError(f"cannot get {repo} from the hub: {_first_line(error)}") from error
+        raise ValueError(f"cannot get {repo} from the hub: {first_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says first; libraries go on for pages."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

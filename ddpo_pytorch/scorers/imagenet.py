@@ -11,10 +11,12 @@ import torch
 from ddpo_pytorch.images import to_pil
 from ddpo_pytorch.prompts import ASSETS, inflect_engine
 from ddpo_pytorch.scorers.devices import own_device, own_dtype
+from ddpo_pytorch.scorers.hub import first_line
 
 WORD = re.compile(r"[^\W_]+(?:['-][^\W_]+)*")
-# Words of prompts that also stand in some class names, and name nothing.
-SMALL_WORDS = {"a", "an", "and", "at", "by", "for", "from", "in", "of", "on", "the", "to", "with"}
+# Words after which a prompt goes on to something else: what was named before them is its subject.
+BREAKS = {"a", "an", "and", "at", "behind", "beside", "by", "for", "from", "in", "inside", "is", "near", "next", "on"}
+BREAKS |= {"or", "over", "that", "the", "to", "under", "who", "with", "without"}
 
 
 @functools.cache
@@ -34,36 +36,47 @@ def _holds(name: tuple[str, ...], phrase: tuple[str, ...]) -> bool:
     return any(name[i : i + len(phrase)] == phrase for i in range(len(name) - len(phrase) + 1))
 
 
+@functools.cache
+def _words_of_names() -> frozenset[str]:
+    return frozenset(word for names in _names_as_words() for name in names for word in name)
+
+
+def _noun_phrases(words: list[str]) -> list[list[str]]:
+    """The subject of a prompt; if it is "A of B", first A and then B."""
+    phrases: list[list[str]] = [[]]
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        is_verb = word.endswith("ing") and word not in _words_of_names() and following != "of"  # "a painting of"
+        if (word in BREAKS or is_verb) and phrases[-1]:
+            break
+        if word == "of":
+            phrases.append([])
+        elif word not in BREAKS:
+            phrases[-1].append(word)
+    return phrases
+
+
 @functools.lru_cache(maxsize=10_000)
 def classes_named(prompt: str) -> tuple[int, ...]:
-    """The classes that a prompt names: those with a name that holds its word, as "tabby cat" holds "cat".
+    """The classes that a prompt names: those with a name that holds its noun, as "tabby cat" holds "cat".
 
-    Of the prompt's words the longest run that stands in a class name counts; among runs of equal length one that ends
-    a name (its noun) goes before others, then the first. Plurals count as their singular. Case does not matter. Empty
-    if no class is named.
+    A class's whole description names that class. Else the noun is looked for in the prompt's subject, what comes
+    before a verb in -ing, a preposition or a second article; in "a photo of a cat" it is the cat. It is the longest run
+    of words that ends some class's name, of equally long ones the last. Plurals count as their singular, case does not
+    matter. Empty if no class is named.
     """
     text = re.sub(r"^(an?|the)\s+", "", prompt.casefold().strip())
     whole = tuple(k for k, description in enumerate(class_names()) if description.casefold() == text)
     if whole:
         return whole
     singular = inflect_engine().singular_noun
-    words = WORD.findall(text)
-    for length in range(len(words), 0, -1):
-        others: tuple[int, ...] = ()
-        for start in range(len(words) - length + 1):
-            phrase = tuple(words[start : start + length])
-            if phrase[-1] in SMALL_WORDS:
-                continue
-            for form in (phrase, (*phrase[:-1], singular(phrase[-1]) or "")):
-                holding = [
-                    (k, name) for k, names in enumerate(_names_as_words()) for name in names if _holds(name, form)
-                ]
-                classes = tuple(dict.fromkeys(k for k, _ in holding))
-                if any(name[-length:] == form for _, name in holding):
-                    return classes
-                others = others or classes
-        if others:
-            return others
+    for words in _noun_phrases(WORD.findall(text)):
+        for length in range(len(words), 0, -1):
+            for start in range(len(words) - length, -1, -1):
+                phrase = tuple(words[start : start + length])
+                for form in (phrase, (*phrase[:-1], singular(phrase[-1]) or "")):
+                    holding = [(k, n) for k, names in enumerate(_names_as_words()) for n in names if _holds(n, form)]
+                    if any(name[-length:] == form for _, name in holding):
+                        return tuple(dict.fromkeys(k for k, _ in holding))
     return ()
 
 
@@ -97,7 +110,7 @@ class ImagenetClassifier(torch.nn.Module):
                 name = f"{model}@{revision}" if revision else model
                 network = timm.create_model(name, pretrained=True)
             except Exception as error:
-                raise ValueError(f'cannot load the classifier "{model}": {str(error).splitlines()[0]}') from error
+                raise ValueError(f'cannot load the classifier "{model}": {first_line(error)}') from error
             data = timm.data.resolve_model_data_config(network)
             self.preprocess = timm.data.create_transform(**data, is_training=False)
         else:

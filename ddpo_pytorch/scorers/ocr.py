@@ -8,8 +8,8 @@ import numpy as np
 
 from ddpo_pytorch.images import to_uint8
 
-# Straight or curly double quotes, or single ones that are no apostrophes.
-QUOTED = re.compile(r"\"([^\"]+)\"|“([^”]+)”|«([^»]+)»|(?<!\w)['‘]([^'’]+)['’](?!\w)")
+# Straight double quotes that are no inches, curly ones, or single ones that are no apostrophes.
+QUOTED = re.compile(r"(?<!\d)\"([^\"]+)\"|“([^”]+)”|«([^»]+)»|(?<!\w)['‘]((?:[^'’]|(?<=\w)['’](?=\w))+)['’](?!\w)")
 
 
 def quoted_text(prompt: str) -> str | None:
