@@ -23,25 +23,31 @@ def leave(code: int) -> NoReturn:
         os._exit(code)
 
 
+def _say(line: str) -> None:
+    """In one write, so that processes that say it at the same moment do not share a line."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
 def explain_and_leave(error: BaseException) -> NoReturn:
     """Say why a run ends, and end the process with a code that is not 0.
 
     One line for what the user can mend; a traceback for a fault in somebody's code, the user's reward included.
     """
     if isinstance(error, SystemExit):  # of somebody's function: a whole run does not end like this
-        print(f"error: the run was ended by sys.exit({error.code!r})", file=sys.stderr)
+        _say(f"error: the run was ended by sys.exit({error.code!r})")
         leave(error.code if isinstance(error.code, int) and error.code else 1)
     if isinstance(error, KeyboardInterrupt):
-        print("interrupted", file=sys.stderr)
+        _say("interrupted")
         leave(130)
     if isinstance(error, ConfigError):
         # Until there is a process group every process finds the same error, and one says it.
         if _has_process_group() or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+            _say(f"error: {error}")
     elif isinstance(error, RunFailure):
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        print(f"error: {error}", file=sys.stderr)
+        _say(f"error: {error}")
     else:
         traceback.print_exception(error)
     leave(1)

@@ -6,7 +6,7 @@ import time
 import pytest
 from conftest import ROOT, command_for, launch, read_metrics, run_folder, train
 from test_train import assert_same_checkpoint
-from vlm_server import free_port, start_server, stop, wait_for
+from vlm_server import close, cut, free_port, garbage, slow, start_server, status, stop, wait_for
 
 from ddpo_pytorch.checkpoints import read_state
 
@@ -128,3 +128,26 @@ def test_a_server_killed_in_the_middle_of_an_epoch(tmp_path, llava, minilm, come
     assert f"no connection ([Errno 111] Connection refused) at http://127.0.0.1:{port}/v1 (3 tries)" in says[0]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["checkpoint_1"]
     read_state(folder / "checkpoints" / "checkpoint_1")
+
+
+@pytest.mark.slow
+def test_a_server_with_bad_days_costs_a_sample_and_not_the_run(tmp_path, proxy, minilm):
+    """Everything that may pass is tried again; one reply of twelve is garbage, which is less than a tenth."""
+    proxy.faults = [None, status(503), status(429, Retry_After="1"), close, cut, slow(3), status(500), garbage(b"{}")]
+    options = vlm_options(proxy.base_url, minilm, read_timeout=2, backoff=0.1)
+    result = launch(tiny("vlm", "--config.num_epochs=1", *options), tmp_path)
+    assert result.returncode == 0, result.stderr
+    [line] = [line for line in read_metrics(run_folder(tmp_path)) if "reward" in line]
+    assert line["reward/failed_fraction"] == pytest.approx(1 / 12) and line["reward"].count(None) == 1
+
+
+@pytest.mark.slow
+def test_a_wrong_key_ends_both_processes_with_one_line_before_the_model_is_loaded(tmp_path, proxy, minilm):
+    proxy.always = status(401)
+    result = launch(tiny("vlm", *vlm_options(proxy.base_url, minilm)), tmp_path, num_processes=2)
+    says = {line for line in result.stderr.splitlines() if line.startswith("error: ")}
+    assert (
+        result.returncode != 0 and len(says) == 1 and "Traceback (most recent call last):\n  File" not in result.stdout
+    )
+    assert f"{proxy.base_url} refuses a request without a key (set api_key_env): HTTP 401" in says.pop()
+    assert not (tmp_path / "logs").exists()

@@ -1,6 +1,7 @@
 """What an ImageNet classifier sees in a picture, and which of its 1,000 classes a prompt names."""
 
 import functools
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +45,7 @@ def _words_of_names() -> frozenset[str]:
 def _noun_phrases(words: list[str]) -> list[list[str]]:
     """The subject of a prompt; if it is "A of B", first A and then B."""
     phrases: list[list[str]] = [[]]
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
         is_verb = word.endswith("ing") and word not in _words_of_names() and following != "of"  # "a painting of"
         if (word in BREAKS or is_verb) and phrases[-1]:
             break
