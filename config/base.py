@@ -19,7 +19,8 @@ def get_config():
     config.logdir = "logs"
     # Epochs of sampling and training. Reward curves usually want 50 to 200.
     config.num_epochs = 100
-    # Save a checkpoint every so many epochs; the last epoch is saved in any case. A LoRA checkpoint is a few MB.
+    # Save a checkpoint every so many epochs; 0: only the last. The last epoch is saved in any case, and so is the last
+    # complete one when the run is stopped or fails. A LoRA checkpoint is a few MB.
     config.save_freq = 20
     # Checkpoints kept, the newest ones.
     config.num_checkpoint_limit = 5
@@ -30,6 +31,8 @@ def get_config():
     config.allow_tf32 = True
     # Continue a run: one of its checkpoints, the folder of its checkpoints, or its folder (the newest whole one).
     config.resume_from = ""
+    # "auto": go on with the newest run of this run_name, or start it if there is none; so one line can be repeated.
+    config.resume = ""
     # Train a LoRA (few MB, little memory) or, if False, the whole UNet: then lower train.learning_rate to about 1e-5.
     config.use_lora = True
     # Where dashboards live: "wandb", "tensorboard" or another Accelerate tracker, several as "wandb,tensorboard", ""
@@ -107,6 +110,15 @@ def get_config():
     train.timestep_fraction = 1.0
     # Updates in a row that may be skipped for gradients that are not finite before the run stops.
     train.max_skipped_steps = 20
+    # Difference of log-probabilities (nats per dimension) between sampling and training above which a warning is given.
+    # 0: a tenth of clip_range.
+    train.max_logp_gap = 0.0
+    # Replace the sampled log-probabilities by the training path's own, where batch shapes or kernels must differ.
+    # Costs a forward pass for every one that is trained on.
+    train.recompute_log_probs = False
+    # Leave out the rest of an epoch's updates once the policy is this far from the one that sampled: KL per step, in
+    # nats over all dimensions. 0: never.
+    train.target_kl = 0.0
 
     ###### Prompt Function ######
     # A function of ddpo_pytorch/prompts.py, "package.module:function" or "path/to/file.py:function".

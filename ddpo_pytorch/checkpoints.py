@@ -1,14 +1,17 @@
 """Save, find and restore checkpoints: everything that affects the next step, and nothing that could execute code.
 
 `RUN/checkpoints/checkpoint_N` holds the state after N epochs: the trained weights in the layout that diffusers loads
-(`pytorch_lora_weights.safetensors`, or a whole UNet in `unet/`), `optimizer.pt`, and `state.json`. Random state is not
-among it, since random numbers are a function of (seed, epoch, process).
+(`pytorch_lora_weights.safetensors`, or a whole UNet in `unet/`), `optimizer.pt`, and `state.json` with the size and
+digest of every other file. Random state is not among it, since random numbers are a function of (seed, epoch, process).
 """
 
+import copy
+import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,15 @@ from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
+from ddpo_pytorch.exits import RunFailure
 from ddpo_pytorch.named_functions import ConfigError
 
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.pt"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 CHECKPOINT_NAME = re.compile(r"checkpoint_(\d+)")
+# What a checkpoint is called while it is written or deleted; left behind only by a process that was killed
+UNFINISHED_NAME = re.compile(r"\.(writing|deleting)_checkpoint_\d+(_\d+)?")
 
 
 @dataclass
@@ -51,6 +57,7 @@ class TrainingState:
     reward: dict[str, list[float]] | None = None  # the scales of a weighted sum's components
     tracker_run_ids: dict[str, str] = field(default_factory=dict)
     scaler: dict[str, Any] | None = None
+    num_processes: int = 1
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -63,67 +70,164 @@ def lora_state_dict(unet: UNet2DConditionModel) -> dict[str, torch.Tensor]:
 
 
 def check_weights_agree(accelerator: Accelerator, unet: torch.nn.Module) -> None:
-    """Raises RuntimeError, on every process alike, if their trained weights differ. Every process must call it."""
+    """Raises RunFailure, on every process alike, if their trained weights differ. Every process must call it."""
     with torch.no_grad():
         own = torch.stack([p.float().sum() for p in unet.parameters() if p.requires_grad])
     gathered = accelerator.gather(own[None])
     if not (gathered.eq(gathered[0]) | gathered.isnan()).all():
-        raise RuntimeError("the processes' trained weights differ, so they do not train one model; nothing was saved")
+        raise RunFailure("the processes' trained weights differ, so they do not train one model; nothing was saved")
 
 
-def check_weights_finite(unet: torch.nn.Module) -> None:
-    """Raises RuntimeError if any trained weight is NaN or infinite: such a model is never saved."""
-    bad = [name for name, p in unet.named_parameters() if p.requires_grad and not p.isfinite().all()]
+@dataclass
+class Snapshot:
+    """A whole state on the CPU, which later training does not change.
+
+    Attributes:
+        weights: the LoRA factors under peft's names, or the whole UNet.
+        unet_config: of the UNet.
+        optimizer: its state_dict.
+    """
+
+    weights: dict[str, torch.Tensor]
+    unet_config: Mapping[str, Any]
+    optimizer: dict[str, Any]
+    state: TrainingState
+
+
+def _on_cpu(value: Any) -> Any:
+    """A copy of a nest of tensors, on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _on_cpu(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_cpu(entry) for entry in value)
+    return copy.deepcopy(value)
+
+
+@torch.no_grad()
+def take_snapshot(unet: UNet2DConditionModel, optimizer: torch.optim.Optimizer, state: TrainingState) -> Snapshot:
+    """The present state, for `save_checkpoint` now or later.
+
+    Args:
+        unet: unwrapped.
+    """
+    weights = lora_state_dict(unet) if state.model.use_lora else unet.state_dict()
+    return Snapshot(_on_cpu(weights), dict(unet.config), _on_cpu(optimizer.state_dict()), state)
+
+
+def check_weights_finite(weights: Mapping[str, torch.Tensor]) -> None:
+    """Raises RunFailure if any trained weight is NaN or infinite: such a model is never saved."""
+    bad = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
     if bad:
-        raise RuntimeError(f"{len(bad)} trained tensors are not finite, first {bad[0]}; nothing was saved")
+        raise RunFailure(f"{len(bad)} trained tensors are not finite, first {bad[0]}; nothing was saved")
 
 
-def save_checkpoint(
-    folder: Path,
-    unet: UNet2DConditionModel,
-    optimizer_state: dict,
-    state: TrainingState,
-    num_checkpoint_limit: int,
-) -> Path:
-    """Write `folder/checkpoint_N`, N = state.epoch, aside and rename it into place; then prune the oldest.
+def _write_weights(folder: Path, snapshot: Snapshot) -> None:
+    if snapshot.state.model.use_lora:
+        StableDiffusionPipeline.save_lora_weights(folder, unet_lora_layers=snapshot.weights)
+        return
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(snapshot.unet_config)
+    unet.load_state_dict(snapshot.weights, assign=True)
+    unet.save_pretrained(folder / "unet")
+
+
+def _digests(folder: Path) -> dict[str, list]:
+    """Size and sha256 of every file in a checkpoint but its state file."""
+    digests = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != STATE_FILE:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _sha256(file)
+            digests[path.relative_to(folder).as_posix()] = [path.stat().st_size, digest.hexdigest()]
+    return digests
+
+
+def _sha256(file: Any) -> Any:  # what python 3.10 lacks
+    digest = hashlib.sha256()
+    while block := file.read(2**20):
+        digest.update(block)
+    return digest
+
+
+def save_checkpoint(folder: Path, snapshot: Snapshot, num_checkpoint_limit: int) -> Path:
+    """Write `folder/checkpoint_N`, N = the snapshot's epoch, aside and rename it into place; then prune the oldest.
 
     Args:
         folder: RUN/checkpoints.
-        unet: unwrapped.
         num_checkpoint_limit: how many to keep, this one included.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        RuntimeError: weights that are not finite.
-        OSError: what the disk said; older checkpoints are untouched.
+        RunFailure: weights that are not finite, or what the disk said; older checkpoints are untouched.
     """
-    check_weights_finite(unet)
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"checkpoint_{state.epoch}"
+    check_weights_finite(snapshot.weights)
+    target = folder / f"checkpoint_{snapshot.state.epoch}"
     aside = folder / f".writing_{target.name}_{os.getpid()}"
     try:
-        aside.mkdir()
-        if state.model.use_lora:
-            StableDiffusionPipeline.save_lora_weights(aside, unet_lora_layers=lora_state_dict(unet))
-        else:
-            unet.save_pretrained(aside / "unet")
-        torch.save(optimizer_state, aside / OPTIMIZER_FILE)
-        # Last, so that a folder with a whole state file is a whole checkpoint.
-        (aside / STATE_FILE).write_text(json.dumps(asdict(state), indent=1, default=str))
-        if target.exists():  # left by a run that was resumed from before it
-            shutil.rmtree(target)
-        aside.rename(target)
-    finally:
+        folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        _write_weights(aside, snapshot)
+        torch.save(snapshot.optimizer, aside / OPTIMIZER_FILE)
+        # Last, so that a folder with a whole state file is a whole checkpoint.
+        document = {**asdict(snapshot.state), "files": _digests(aside)}
+        (aside / STATE_FILE).write_text(json.dumps(document, indent=1, default=str))
+        for path in aside.rglob("*"):
+            _flush(path)
+        if target.exists():  # left by a run that was resumed from before it
+            delete(target)
+        aside.rename(target)
+        _flush(folder)
+    except (OSError, RuntimeError) as error:  # torch says RuntimeError for a full disk
+        shutil.rmtree(aside, ignore_errors=True)
+        raise RunFailure(f"cannot write the checkpoint {target}: {error}; older ones are as they were") from error
     for old in list_checkpoints(folder)[:-num_checkpoint_limit]:
-        shutil.rmtree(old)
+        delete(old)
     return target
 
 
+def _flush(path: Path) -> None:
+    """Have the system write a file or folder to the disk itself."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def delete(checkpoint: Path) -> None:
+    """Remove a checkpoint so that it is never half there under its name."""
+    aside = checkpoint.with_name(f".deleting_{checkpoint.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def problem_of(checkpoint: Path) -> str | None:
+    """Why a checkpoint is not whole; None if it is. Reads all of it."""
+    try:
+        document = json.loads((checkpoint / STATE_FILE).read_text())
+        recorded = document["files"]
+        read_state(checkpoint)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return f"{STATE_FILE} is not readable ({error})"
+    found = _digests(checkpoint)
+    for name, (size, digest) in recorded.items():
+        if name not in found:
+            return f"{name} is missing"
+        if found[name][0] != size:
+            return f"{name} has {found[name][0]} bytes of {size}"
+        if found[name][1] != digest:
+            return f"{name} has changed"
+    return None
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints in a folder, oldest first; other files and folders there are passed over."""
+    """The checkpoints in a folder that have a state file, oldest first; other files and folders are passed over."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = CHECKPOINT_NAME.fullmatch(path.name)
@@ -141,22 +245,59 @@ def set_aside_newer(folder: Path, epoch: int) -> None:
             path.rename(target)
 
 
-def find_checkpoint(resume_from: str) -> Path:
-    """The checkpoint that a user points at: itself, or the newest in its parent or in the run's folder.
+def clean_up(folder: Path) -> None:
+    """Remove what a killed process left half written or half deleted."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if UNFINISHED_NAME.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint in a folder, and what was wrong with newer ones."""
+    skipped: list[str] = []
+    for checkpoint in reversed(list_checkpoints(folder)):
+        problem = problem_of(checkpoint)
+        if problem is None:
+            return checkpoint, skipped
+        skipped.append(f"{checkpoint} is not whole: {problem}")
+    return None, skipped
+
+
+def find_checkpoint(resume_from: str) -> tuple[Path, list[str]]:
+    """The checkpoint that a user points at: itself, or the newest whole one in its parent or in the run's folder.
+
+    Returns:
+        Its folder, and what was wrong with newer ones.
 
     Raises:
-        ConfigError: none there.
+        ConfigError: none there, or the one pointed at is not whole.
     """
     path = Path(resume_from).expanduser()
-    if (path / STATE_FILE).is_file():
-        return path
-    checkpoints = list_checkpoints(path) or list_checkpoints(path / "checkpoints")
-    if not checkpoints:
-        raise ConfigError(
-            f'config.resume_from "{resume_from}": no checkpoint there; give a folder checkpoint_N with its '
-            f"{STATE_FILE}, the folder of such, or a run's folder"
-        )
-    return checkpoints[-1]
+    if (path / STATE_FILE).is_file() or CHECKPOINT_NAME.fullmatch(path.name):
+        problem = problem_of(path)
+        if problem is None:
+            return path, []
+        other, _ = newest_whole(path.parent)
+        hint = f"; {other} is whole" if other is not None else ""
+        raise ConfigError(f'config.resume_from "{resume_from}" is not a whole checkpoint: {problem}{hint}')
+    skipped: list[str] = []
+    for folder in (path, path / "checkpoints"):
+        checkpoint, problems = newest_whole(folder)
+        skipped += problems
+        if checkpoint is not None:
+            return checkpoint, skipped
+    raise ConfigError(
+        f'config.resume_from "{resume_from}": no checkpoint there; give a folder checkpoint_N with its '
+        f"{STATE_FILE}, the folder of such, or a run's folder" + "".join(f"; {problem}" for problem in skipped)
+    )
+
+
+def find_run(logdir: str, run_name: str) -> Path | None:
+    """The newest run of this name that has a checkpoint to go on from; None if there is none."""
+    name = re.compile(re.escape(run_name) + r"_\d{4}\.\d\d\.\d\d_\d\d\.\d\d\.\d\d")
+    folder = Path(logdir)
+    runs = [path for path in folder.iterdir() if name.fullmatch(path.name)] if folder.is_dir() else []
+    return next((run for run in sorted(runs, reverse=True) if newest_whole(run / "checkpoints")[0] is not None), None)
 
 
 def read_state(checkpoint: Path) -> TrainingState:
@@ -167,26 +308,37 @@ def read_state(checkpoint: Path) -> TrainingState:
     """
     try:
         values = json.loads((checkpoint / STATE_FILE).read_text())
+        values.pop("files", None)
         return TrainingState(**{**values, "model": ModelIdentity(**values["model"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{checkpoint / STATE_FILE} is not a training state of this program: {error}") from error
 
 
-def find_resumed(resume_from: str, num_epochs: int) -> tuple[Path | None, TrainingState | None]:
-    """The checkpoint to go on from and its state; (None, None) for a new run.
+class RunIsComplete(Exception):
+    """The run that `resume = "auto"` found has all its epochs."""
+
+
+def find_resumed(
+    resume_from: str, resume: str, logdir: str, run_name: str, num_epochs: int
+) -> tuple[Path | None, TrainingState | None, list[str]]:
+    """The checkpoint to go on from, its state, and what was wrong with newer ones; (None, None, []) for a new run.
 
     Raises:
         ConfigError: none there, or one that has all the epochs already.
+        RunIsComplete: the same, for a run that was found by its name.
     """
+    if resume == "auto":
+        resume_from = str(find_run(logdir, run_name) or "")
     if not resume_from:
-        return None, None
-    checkpoint = find_checkpoint(resume_from)
+        return None, None, []
+    checkpoint, skipped = find_checkpoint(resume_from)
     state = read_state(checkpoint)
     if state.epoch >= num_epochs:
-        raise ConfigError(
+        said = (
             f"{checkpoint} has {state.epoch} epochs already, and config.num_epochs is {num_epochs}; raise it to go on"
         )
-    return checkpoint, state
+        raise RunIsComplete(said) if resume == "auto" else ConfigError(said)
+    return checkpoint, state, skipped
 
 
 def check_identity(saved: ModelIdentity, present: ModelIdentity, checkpoint: Path) -> None:

@@ -1,8 +1,11 @@
 """What several processes must do together: fail, and draw random numbers that are a function of where they are."""
 
 import contextlib
+import json
 import random
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,6 +90,50 @@ def fail_together(accelerator: Accelerator) -> Iterator[None]:
         if not isinstance(e, AnotherProcessFailed):
             _store().set(FAILURE_KEY, f"process {accelerator.process_index}")
     raise_together(accelerator, error)
+
+
+class Phases:
+    """What each process is doing, so that one that is stuck can be named."""
+
+    def __init__(self, accelerator: Accelerator, timeout: float, on_stuck: Callable[[RunFailure], None]) -> None:
+        """
+        Args:
+            timeout: seconds that a process waits for others in one phase.
+            on_stuck: called in a thread of its own, while the main one waits in vain.
+        """
+        self.accelerator, self.timeout, self.on_stuck = accelerator, timeout, on_stuck
+        self._count, self._since = 0, time.monotonic()
+        if accelerator.num_processes > 1:
+            threading.Thread(target=self._watch, daemon=True, name="phases").start()
+
+    def enter(self, phase: str) -> None:
+        """Say what this process does from now on."""
+        self._count, self._since = self._count + 1, time.monotonic()
+        if self.accelerator.num_processes > 1:
+            entry = json.dumps([self._count, phase])
+            _store().set(f"ddpo_pytorch/phase/{self.accelerator.process_index}", entry)
+
+    def behind(self) -> list[str]:
+        """The processes that have not come as far as this one, as "process 1, which is at epoch 3: sampling"."""
+        found = []
+        for rank in range(self.accelerator.num_processes):
+            key = f"ddpo_pytorch/phase/{rank}"
+            count, phase = json.loads(_store().get(key)) if _store().check([key]) else (0, "the start")
+            if count < self._count:
+                found.append(f"process {rank}, which is at {phase}")
+        return found
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(5.0, self.timeout / 4))
+            waited = time.monotonic() - self._since
+            if waited > self.timeout and (stuck := self.behind()):
+                self.on_stuck(
+                    RunFailure(
+                        f"waited {waited / 60:.3g} minutes (config.timeout_minutes) for {' and for '.join(stuck)}"
+                    )
+                )
+                return
 
 
 @dataclass

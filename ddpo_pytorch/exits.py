@@ -1,11 +1,16 @@
 """How a run ends that does not end well: what is said, and with which code. Imports nothing heavy."""
 
 import os
+import signal
 import sys
 import traceback
 from typing import NoReturn
 
 from ddpo_pytorch.named_functions import ConfigError
+
+
+class Stopped(BaseException):
+    """The process was told to end by a signal, whose number is the argument."""
 
 
 class RunFailure(RuntimeError):
@@ -23,8 +28,8 @@ def leave(code: int) -> NoReturn:
         os._exit(code)
 
 
-def _say(line: str) -> None:
-    """In one write, so that processes that say it at the same moment do not share a line."""
+def say(line: str) -> None:
+    """A line to stderr, in one write, so that processes that say it at the same moment do not share a line."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
@@ -35,19 +40,20 @@ def explain_and_leave(error: BaseException) -> NoReturn:
     One line for what the user can mend; a traceback for a fault in somebody's code, the user's reward included.
     """
     if isinstance(error, SystemExit):  # of somebody's function: a whole run does not end like this
-        _say(f"error: the run was ended by sys.exit({error.code!r})")
+        say(f"error: the run was ended by sys.exit({error.code!r})")
         leave(error.code if isinstance(error.code, int) and error.code else 1)
-    if isinstance(error, KeyboardInterrupt):
-        _say("interrupted")
-        leave(130)
+    if isinstance(error, (Stopped, KeyboardInterrupt)):
+        number = error.args[0] if isinstance(error, Stopped) else signal.SIGINT
+        say(f"ended by {signal.Signals(number).name}")
+        leave(128 + number)
     if isinstance(error, ConfigError):
         # Until there is a process group every process finds the same error, and one says it.
         if _has_process_group() or os.environ.get("LOCAL_RANK", "0") == "0":
-            _say(f"error: {error}")
+            say(f"error: {error}")
     elif isinstance(error, RunFailure):
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        _say(f"error: {error}")
+        say(f"error: {error}")
     else:
         traceback.print_exception(error)
     leave(1)

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from ddpo_pytorch import checkpoints, metrics, policy
 from ddpo_pytorch.distributed import fail_together
 from ddpo_pytorch.named_functions import ConfigError, with_device
+from ddpo_pytorch.rescue import Rescue
 from ddpo_pytorch.run_plan import RunPlan
 from ddpo_pytorch.scoring import RewardFn
 
@@ -134,6 +135,7 @@ def open_run_folder(
                     f'config.logdir "{config.logdir}": cannot make the folder {run_folder}: {error}'
                 ) from error
             if resumed is not None:
+                checkpoints.clean_up(run_folder / "checkpoints")
                 checkpoints.set_aside_newer(run_folder / "checkpoints", resumed.epoch)
             document = {
                 "config": config.to_dict(),
@@ -151,20 +153,32 @@ def save_together(
     unet: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     state: checkpoints.TrainingState,
+    is_due: bool,
     num_checkpoint_limit: int,
+    rescue: Rescue,
 ) -> None:
-    """Write a checkpoint on the main process, if all processes' weights agree; an error there is one everywhere."""
-    checkpoints.check_weights_agree(accelerator, unet)
+    """Write a checkpoint on the main process, if all processes' weights agree; an error there is one everywhere.
+
+    Args:
+        unet: unwrapped.
+        is_due: False: keep the state for a run that ends before the next one is.
+    """
+    if is_due:
+        checkpoints.check_weights_agree(accelerator, unet)
     with fail_together(accelerator):
         if accelerator.is_main_process:
             folder = run_folder / "checkpoints"
-            checkpoints.save_checkpoint(folder, unet, optimizer.state_dict(), state, num_checkpoint_limit)
+            snapshot = checkpoints.take_snapshot(unet, optimizer, state)
+            rescue.keep(snapshot, folder, num_checkpoint_limit)
+            if is_due:
+                checkpoints.save_checkpoint(folder, snapshot, num_checkpoint_limit)
+                rescue.forget()
 
 
 def changed_options(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     """What a resumed run does otherwise than the run before it, as "key old -> new"; where it stops is not among it."""
     old, new = (metrics.flatten(json.loads(json.dumps(config, default=str))) for config in (saved, present))
-    keys = sorted((old.keys() | new.keys()) - {"resume_from", "num_epochs"})
+    keys = sorted((old.keys() | new.keys()) - {"resume_from", "resume", "num_epochs"})
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
 
 
@@ -195,8 +209,11 @@ def describe(
         "prompts, reward": f"{config.prompt_fn}, {config.reward_fn}",
         "run folder": f"{run_folder}",
     }
+    lines["config"] = ", ".join(f"{key} {value!r}" for key, value in metrics.flatten(config.to_dict()).items())
     if resumed is not None:
         lines["resumed"] = f"after {resumed.epoch} epochs"
+        if resumed.num_processes != plan.num_processes:
+            lines["resumed"] += f", which {resumed.num_processes} processes ran: other prompts and noise are drawn now"
         if changed := changed_options(resumed.config, config.to_dict()):
             lines["changed options"] = ", ".join(changed)
     return "\n".join(f"{name + ':':<19}{value}" for name, value in lines.items())

@@ -7,7 +7,7 @@ import ast
 import difflib
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,12 @@ OPTIONS: dict[str, tuple[type, tuple[Check, str], Any]] = {
     "seed": (int, NOT_NEGATIVE, REQUIRED),
     "logdir": (str, ANY, REQUIRED),
     "num_epochs": (int, POSITIVE, REQUIRED),
-    "save_freq": (int, POSITIVE, REQUIRED),
+    "save_freq": (int, NOT_NEGATIVE, REQUIRED),
     "num_checkpoint_limit": (int, POSITIVE, REQUIRED),
     "mixed_precision": (str, (lambda v: v in ("no", "fp16", "bf16"), '"no", "fp16" or "bf16"'), REQUIRED),
     "allow_tf32": (bool, ANY, REQUIRED),
     "resume_from": (str, ANY, REQUIRED),
+    "resume": (str, (lambda v: v in ("", "auto"), '"" or "auto"'), ""),
     "use_lora": (bool, ANY, REQUIRED),
     "log_with": (str, ANY, "wandb"),
     "num_log_images": (int, NOT_NEGATIVE, 16),
@@ -80,6 +81,9 @@ OPTIONS: dict[str, tuple[type, tuple[Check, str], Any]] = {
     "train.clip_range": (float, POSITIVE, REQUIRED),
     "train.timestep_fraction": (float, SHARE, REQUIRED),
     "train.max_skipped_steps": (int, POSITIVE, 20),
+    "train.max_logp_gap": (float, NOT_NEGATIVE, 0.0),
+    "train.recompute_log_probs": (bool, ANY, False),
+    "train.target_kl": (float, NOT_NEGATIVE, 0.0),
     "prompt_fn": (str, ANY, REQUIRED),
     "reward_fn": (str, ANY, REQUIRED),
 }
@@ -234,6 +238,16 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
     return config
 
 
+def _check_no_unknown_keys(config: ConfigDict) -> None:
+    known = {*OPTIONS, *FREE_DICTS, TRACKING}
+    sections = {key.partition(".")[0] for key in OPTIONS if "." in key}
+    for key, value in config.items():
+        inner = [f"{key}.{name}" for name in value] if key in sections and isinstance(value, ConfigDict) else [key]
+        for path in inner:
+            if path not in known:
+                raise ConfigError(f"unknown option config.{path}{_nearest(path, sorted(known))}")
+
+
 def _get(config: ConfigDict, key: str) -> Any:
     node: Any = config
     for part in key.split("."):
@@ -288,6 +302,7 @@ class RunPlan:
     num_train_timesteps: int
     prompt_fn: Callable[..., tuple[str, dict]]
     reward_factory: Callable[..., Callable]
+    warnings: tuple[str, ...]  # what can work, but hardly ever should
 
     @property
     def updates_per_epoch(self) -> int:
@@ -316,10 +331,16 @@ def make_plan(config: ConfigDict, num_processes: int) -> RunPlan:
         ConfigError: anything that cannot work, with the value given and what would be right.
     """
     with_defaults(config)
+    _check_no_unknown_keys(config)
     for key in OPTIONS:
         _check_value(key, _get(config, key))
     _check_tracking(config)
     sample, train = config.sample, config.train
+    if config.resume == "auto" and (config.resume_from or not config.run_name):
+        raise ConfigError(
+            'config.resume "auto" finds a run by config.run_name, which must be set, and config.resume_from must be '
+            f"empty; got run_name {config.run_name!r}, resume_from {config.resume_from!r}"
+        )
     if config.pretrained.model in MOVED_MODELS:
         with config.unlocked():
             config.pretrained.model = MOVED_MODELS[config.pretrained.model]
@@ -380,7 +401,17 @@ def make_plan(config: ConfigDict, num_processes: int) -> RunPlan:
         num_train_timesteps=num_train_timesteps,
         prompt_fn=prompt_fn,
         reward_factory=reward_factory,
+        warnings=tuple(_warnings(config)),
     )
+
+
+def _warnings(config: ConfigDict) -> Iterator[str]:
+    rate = config.train.learning_rate
+    if not config.use_lora and rate > 5e-5:
+        yield (
+            f"warning: train.learning_rate {rate:g} with use_lora False is far above what trains a whole UNet; the "
+            "paper's is 1e-5"
+        )
 
 
 def _check_tracking(config: ConfigDict) -> None:

@@ -24,6 +24,21 @@ def normalize_rewards(rewards: npt.ArrayLike, epsilon: float = 1e-8) -> np.ndarr
     return advantages
 
 
+def spread_within_and_between(prompts: Sequence[str], rewards: npt.ArrayLike) -> tuple[float, float]:
+    """Standard deviations of one epoch's rewards around their prompt's mean, and of those means around the whole mean.
+
+    Their squares add up to the variance of all rewards. NaN rewards are left out; (0, 0) if there are no others.
+    """
+    rewards = np.asarray(rewards, dtype=np.float64)
+    valid = np.isfinite(rewards)
+    if not valid.any():
+        return 0.0, 0.0
+    values = rewards[valid]
+    _, prompt_of = np.unique(np.array(prompts, dtype=object)[valid].astype(str), return_inverse=True)
+    means = (np.bincount(prompt_of, values - values[0]) / np.bincount(prompt_of))[prompt_of] + values[0]
+    return float(np.sqrt(((values - means) ** 2).mean())), _mean_and_std(means)[1]
+
+
 class PerPromptStatTracker:
     """Normalises rewards by the mean and standard deviation that their prompt earned lately.
 
@@ -44,6 +59,7 @@ class PerPromptStatTracker:
         self.buffer_size = buffer_size
         self.min_count = min_count
         self.stats: dict[str, deque[float]] = {}
+        self.own_share = 0.0  # of the prompts of the last update, those normalised by their own statistics
 
     def update(self, prompts: Sequence[str], rewards: npt.ArrayLike) -> np.ndarray:
         """Take in one epoch's rewards, then return their advantages: float64 (n,), in the order given.
@@ -65,14 +81,17 @@ class PerPromptStatTracker:
         indices_by_prompt: dict[str, list[int]] = {}
         for index in np.flatnonzero(valid).tolist():
             indices_by_prompt.setdefault(prompts[index], []).append(index)
+        has_own = 0
         for prompt, indices in indices_by_prompt.items():
             buffer = self.stats.setdefault(prompt, deque(maxlen=self.buffer_size))
             buffer.extend(float(reward) for reward in rewards[indices])
+            has_own += len(buffer) >= self.min_count
             if len(buffer) < self.min_count:
                 mean, std = batch_mean, batch_std
             else:
                 mean, std = _mean_and_std(np.array(buffer))
             advantages[indices] = (rewards[indices] - mean) / (std + 1e-6)
+        self.own_share = has_own / len(indices_by_prompt)
         return advantages
 
     def get_stats(self) -> dict[str, dict[str, float]]:

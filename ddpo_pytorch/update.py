@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ddpo_pytorch.exits import RunFailure
 from ddpo_pytorch.losses import ppo_clipped_loss
 from ddpo_pytorch.policy import Policy, trainable_parameters
-from ddpo_pytorch.trajectories import MicroBatch
+from ddpo_pytorch.trajectories import MicroBatch, Trajectories, take
 
 
 @dataclass
@@ -18,14 +20,19 @@ class UpdateResult:
     """What one optimizer step did; the statistics are means over micro-batches and processes.
 
     Attributes:
-        statistics: `loss`, `approx_kl`, `clipfrac`, `grad_norm` (before clipping).
+        statistics: `loss`, `approx_kl`, `clipfrac`, `policy/clip_active`, `policy/kl_nats` as of
+            `losses.ppo_clipped_loss`, and `grad_norm`, before clipping.
         logp_gap: the largest |log-prob - sampled log-prob| of all micro-batches and processes.
+        logp_gap_timestep: the timestep at which it was found.
         skipped: the gradient was not finite, so the weights are as before.
+        cause: of a skipped step, what was not finite first.
     """
 
     statistics: dict[str, float]
     logp_gap: float
+    logp_gap_timestep: int
     skipped: bool
+    cause: str | None = None
 
 
 def learning_rate_at(update: int, learning_rate: float, warmup_steps: int) -> float:
@@ -33,19 +40,65 @@ def learning_rate_at(update: int, learning_rate: float, warmup_steps: int) -> fl
     return learning_rate * min(1.0, (update + 1) / (warmup_steps + 1))
 
 
-def count_skipped(result: UpdateResult, skipped_in_a_row: int, max_skipped_steps: int) -> int:
-    """How many updates in a row were skipped, this one included.
+class SkippedSteps:
+    """Counts the updates in a row that were skipped, and ends the run when they are too many."""
 
-    Raises:
-        RuntimeError: max_skipped_steps of them.
+    def __init__(self, limit: int) -> None:
+        """
+        Args:
+            limit: train.max_skipped_steps.
+        """
+        self.limit = limit
+        self.in_a_row = 0
+        self._first_cause: str | None = None
+
+    def count(self, result: UpdateResult) -> None:
+        """Take in an update.
+
+        Raises:
+            RunFailure: it is the last of `limit` skipped ones in a row; the message has the first one's cause.
+        """
+        if not result.skipped:
+            self.in_a_row, self._first_cause = 0, None
+            return
+        self.in_a_row += 1
+        self._first_cause = self._first_cause or result.cause
+        if self.in_a_row >= self.limit:
+            raise RunFailure(
+                f"{self.in_a_row} updates in a row were skipped (train.max_skipped_steps), first because "
+                f"{self._first_cause}; the last checkpoint is good. Try a lower train.learning_rate, or "
+                'mixed_precision "bf16" or "no"'
+            )
+
+
+def gap_warning(result: UpdateResult, max_logp_gap: float) -> str | None:
+    """What to tell the user if the first update of an epoch found other log-probs than sampling did; else None.
+
+    Args:
+        max_logp_gap: in nats per dimension.
     """
-    skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
-    if skipped_in_a_row >= max_skipped_steps:
-        raise RuntimeError(
-            f"the gradients of {skipped_in_a_row} updates in a row were not finite (train.max_skipped_steps); the last "
-            "checkpoint is good. Try a lower train.learning_rate, or mixed_precision bf16 or no"
-        )
-    return skipped_in_a_row
+    if result.logp_gap <= max_logp_gap:
+        return None
+    return (
+        f"warning: the log-probs of unchanged weights differ by {result.logp_gap:.1e} between sampling and training "
+        f"(timestep {result.logp_gap_timestep}), more than {max_logp_gap:.1e} (train.max_logp_gap), and ratios are off "
+        "by as much. Likely causes: other batch shapes (set train.batch_size to sample.batch_size), half precision, "
+        "TensorFloat-32 (allow_tf32), kernels that are not deterministic. train.recompute_log_probs = True replaces "
+        "the sampled ones by training's own"
+    )
+
+
+@torch.no_grad()
+def recompute_log_probs(policy: Policy, trajectories: Trajectories, batch_size: int) -> None:
+    """Replace the sampled log-probs by those of the training path, in place; failed samples stay NaN.
+
+    Costs one forward pass for each micro-batch of an inner epoch.
+    """
+    for samples in torch.arange(len(trajectories)).split(batch_size):
+        for step in range(trajectories.num_steps):
+            batch = take(trajectories, torch.zeros(len(trajectories)), samples, torch.full_like(samples, step))
+            old = batch.old_log_probs
+            trajectories.log_probs[samples, step] = torch.where(old.isfinite(), policy.log_prob(batch), old)
 
 
 def optimizer_step(
@@ -78,25 +131,49 @@ def optimizer_step(
         is_last = i == num_micro_batches - 1
         with contextlib.nullcontext() if is_last else accelerator.no_sync(policy.unet):
             loss, statistics = ppo_clipped_loss(
-                policy.log_prob(batch), batch.old_log_probs, batch.advantages, clip_range, adv_clip_max
+                policy.log_prob(batch),
+                batch.old_log_probs,
+                batch.advantages,
+                clip_range,
+                adv_clip_max,
+                num_dims=batch.latents[0].numel(),
             )
             accelerator.backward(loss / num_micro_batches)
-        collected.append(torch.stack(list(statistics.values())))
+        statistics["logp_gap_timestep"] = batch.timesteps[statistics.pop("logp_gap_index")]
+        collected.append(torch.stack([value.double() for value in statistics.values()]))
         names = list(statistics)
     assert len(collected) == num_micro_batches
 
     # The norm is of the synchronised gradients, hence the same on every process, and so is the decision.
-    grad_norm = float(accelerator.clip_grad_norm_(trainable_parameters(policy.unet), max_grad_norm))
+    parameters = trainable_parameters(policy.unet)
+    accelerator.unscale_gradients()
+    total_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    grad_norm = float(total_norm)
+    if math.isfinite(grad_norm):  # clipping by a NaN would make every gradient one, and hide where it came from
+        clip_grads_with_norm_(parameters, max_grad_norm, total_norm)
     if math.isfinite(grad_norm) or accelerator.scaler is not None:
         optimizer.step()  # with a scaler, it is the scaler that skips, and lowers its scale
         skipped = accelerator.optimizer_step_was_skipped
     else:
         skipped = True
+    # (processes, micro-batches, statistics)
+    gathered = accelerator.gather(torch.stack(collected)[None]).cpu()
+    by_name = dict(zip(names, gathered.unbind(-1), strict=True))
+    cause = _cause_of_skip(by_name["loss"], policy.unet, grad_norm) if skipped else None
     optimizer.zero_grad(set_to_none=True)
 
-    # (processes, micro-batches, statistics)
-    gathered = accelerator.gather(torch.stack(collected)[None]).cpu().double()
-    means = dict(zip(names, gathered.mean(dim=(0, 1)).tolist(), strict=True))
-    means.pop("logp_gap")
-    logp_gap = gathered[:, :, names.index("logp_gap")].max().item()
-    return UpdateResult({**means, "grad_norm": grad_norm}, logp_gap, skipped)
+    gaps, timesteps = by_name.pop("logp_gap").flatten(), by_name.pop("logp_gap_timestep").flatten()
+    means = {name: values.mean().item() for name, values in by_name.items()}
+    worst = gaps.argmax()
+    return UpdateResult({**means, "grad_norm": grad_norm}, gaps[worst].item(), int(timesteps[worst]), skipped, cause)
+
+
+def _cause_of_skip(losses: torch.Tensor, unet: torch.nn.Module, grad_norm: float) -> str:
+    """What was not finite first: a loss (of all processes' micro-batches), or else a gradient."""
+    bad = int((~losses.isfinite()).sum())
+    if bad:
+        return f"the loss of {bad} of {losses.numel()} micro-batches was {losses[~losses.isfinite()][0].item()}"
+    for name, parameter in unet.named_parameters():
+        if parameter.grad is not None and not parameter.grad.isfinite().all():
+            return f"the gradient of {name} was not finite"
+    return f"the gradient norm was {grad_norm}"

@@ -13,8 +13,8 @@ import time
 from absl import app, flags
 from ml_collections import ConfigDict
 
-from ddpo_pytorch.exits import explain_and_leave
 from ddpo_pytorch.named_functions import ConfigError
+from ddpo_pytorch.rescue import Rescue, end_on_signals
 from ddpo_pytorch.run_plan import RunPlan, apply_overrides, load_config, make_plan, split_overrides
 
 CONFIG = flags.DEFINE_string(
@@ -36,21 +36,26 @@ def planned(argv: list[str], overrides: list[tuple[str, str]]) -> tuple[ConfigDi
     return config, make_plan(config, num_processes=next((size for size in world_sizes if size > 0), 1))
 
 
-def run(config: ConfigDict, plan: RunPlan) -> None:
+def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
     # Not before the plan stands: these take seconds to import, and a typing error should not.
     import torch
 
     from ddpo_pytorch import checkpoints, launch, metrics, policy, rollout, update
     from ddpo_pytorch.checkpoints import ModelIdentity, TrainingState
-    from ddpo_pytorch.distributed import check_others, count_together, fail_together, seed_epoch
+    from ddpo_pytorch.distributed import Phases, check_others, count_together, fail_together, seed_epoch
     from ddpo_pytorch.launch import ProgressBar
     from ddpo_pytorch.scoring import RewardWorkers
-    from ddpo_pytorch.stat_tracking import PerPromptStatTracker
+    from ddpo_pytorch.stat_tracking import PerPromptStatTracker, spread_within_and_between
     from ddpo_pytorch.trajectories import shuffled_updates, take
     from ddpo_pytorch.weighted_sum import WeightedSum
 
     pretrained, lora, sample, train = config.pretrained, config.lora, config.sample, config.train
-    checkpoint, resumed = checkpoints.find_resumed(config.resume_from, config.num_epochs)
+    try:
+        checkpoint, resumed, skipped = checkpoints.find_resumed(
+            config.resume_from, config.resume, config.logdir, config.run_name, config.num_epochs
+        )
+    except checkpoints.RunIsComplete as complete:
+        return print(complete)
     identity = ModelIdentity(
         pretrained_model=pretrained.model,
         base_unet=None,
@@ -64,6 +69,9 @@ def run(config: ConfigDict, plan: RunPlan) -> None:
     accelerator = launch.make_accelerator(config)
     assert accelerator.num_processes == plan.num_processes, "Accelerate counts other processes than the plan"
     policy.check_device(accelerator.device, config.mixed_precision, train.use_8bit_adam)
+    phases = Phases(accelerator, timeout=60 * config.timeout_minutes, on_stuck=rescue.end)
+    for warning in [*plan.warnings, *(f"warning: {problem}" for problem in skipped)]:
+        accelerator.print(warning, flush=True)
 
     # LOAD   what scores the images; frozen VAE and text encoder, trainable UNet
     reward_fn = launch.make_reward(accelerator, plan)
@@ -124,9 +132,11 @@ def run(config: ConfigDict, plan: RunPlan) -> None:
         run_ids |= metrics.start_trackers(accelerator, run_folder, run_name, config.to_dict(), run_ids)
     accelerator.print(launch.describe(plan, accelerator, model, run_folder, resumed), flush=True)
 
-    skipped_in_a_row = 0
+    skipped_steps = update.SkippedSteps(train.max_skipped_steps)
+    max_logp_gap = train.max_logp_gap or train.clip_range / 10
     for epoch in range(first_epoch, config.num_epochs):
         # SAMPLE   draw prompts, denoise them, remember every step and how likely it was
+        phases.enter(f"epoch {epoch}: sampling")
         started = time.perf_counter()
         random_streams = seed_epoch(config.seed, epoch, accelerator.process_index, accelerator.device)
         with fail_together(accelerator):
@@ -162,7 +172,13 @@ def run(config: ConfigDict, plan: RunPlan) -> None:
         advantages = rollout.own_share(accelerator, all_advantages)
         rewarded = time.perf_counter()
 
-        reward_metrics = metrics.reward_metrics(epoch, all_rewards, all_scores.details)
+        within, between = spread_within_and_between(all_prompts, all_rewards)
+        reward_metrics = {
+            **metrics.reward_metrics(epoch, all_rewards, all_scores.details),
+            "reward/std_within_prompts": within,
+            "reward/std_between_prompts": between,
+            "reward/own_statistics_share": tracker.own_share if tracker is not None else 0.0,
+        }
         pictures = rollout.gather_images(accelerator, samples, rewards, scores, config.num_log_images)
         with fail_together(accelerator):
             log.log(reward_metrics, step=global_step)
@@ -171,7 +187,10 @@ def run(config: ConfigDict, plan: RunPlan) -> None:
         reported = time.perf_counter()
 
         # TRAIN   replay the steps in random order; make good ones likelier, within clip_range
-        results = []
+        phases.enter(f"epoch {epoch}: training")
+        if train.recompute_log_probs:
+            update.recompute_log_probs(model, samples.trajectories, train.batch_size)
+        results: list[update.UpdateResult] = []
         bar = ProgressBar(f"epoch {epoch}: training", plan.micro_batches_per_epoch, accelerator)
         for inner_epoch in range(train.num_inner_epochs):
             for indices in shuffled_updates(
@@ -182,6 +201,8 @@ def run(config: ConfigDict, plan: RunPlan) -> None:
                 groups_per_update=train.gradient_accumulation_steps,
                 generator=random_streams.shuffle,
             ):
+                if train.target_kl and results and results[-1].statistics["policy/kl_nats"] > train.target_kl:
+                    break
                 learning_rate = update.learning_rate_at(global_step, train.learning_rate, train.lr_warmup_steps)
                 result = update.optimizer_step(
                     accelerator,
@@ -196,15 +217,23 @@ def run(config: ConfigDict, plan: RunPlan) -> None:
                 )
                 position = {"epoch": epoch, "inner_epoch": inner_epoch, "learning_rate": learning_rate}
                 log.log({**result.statistics, **position}, step=global_step)
-                global_step += 1
+                global_step += not result.skipped
                 results.append(result)
-                skipped_in_a_row = update.count_skipped(result, skipped_in_a_row, train.max_skipped_steps)
+                skipped_steps.count(result)
         bar.close()
+        # The policy that sampled, replayed by the first update: the gap is rounding alone.
+        if (warning := update.gap_warning(results[0], max_logp_gap)) is not None:
+            accelerator.print(warning, flush=True)
         trained = time.perf_counter()
 
         # SAVE   everything needed to continue as if nothing had happened
-        if (epoch + 1) % config.save_freq == 0 or epoch + 1 == config.num_epochs:
-            state = TrainingState(
+        phases.enter(f"epoch {epoch}: saving")
+        launch.save_together(
+            accelerator,
+            run_folder,
+            pipeline.unet,
+            optimizer,
+            TrainingState(
                 epoch=epoch + 1,
                 global_step=global_step,
                 run_name=run_name,
@@ -213,20 +242,26 @@ def run(config: ConfigDict, plan: RunPlan) -> None:
                 reward=reward_fn.state_dict() if isinstance(reward_fn, WeightedSum) else None,
                 tracker_run_ids=run_ids,
                 scaler=accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
+                num_processes=plan.num_processes,
                 config=config.to_dict(),
-            )
-            launch.save_together(accelerator, run_folder, pipeline.unet, optimizer, state, config.num_checkpoint_limit)
+            ),
+            is_due=epoch + 1 == config.num_epochs or (config.save_freq > 0 and (epoch + 1) % config.save_freq == 0),
+            num_checkpoint_limit=config.num_checkpoint_limit,
+            rescue=rescue,
+        )
 
         epoch_metrics = {
             "epoch": epoch,
-            "policy/logp_gap": results[0].logp_gap,  # the policy that sampled: the gap is rounding alone
+            "policy/logp_gap": results[0].logp_gap,
+            "policy/logp_gap_timestep": results[0].logp_gap_timestep,
+            "policy/updates": len(results),
             "policy/skipped_steps": sum(result.skipped for result in results),
             "time/sample_s": sampled - started,
             "time/reward_s": rewarded - sampled,
             "time/train_s": trained - reported,
             "time/epoch_s": time.perf_counter() - started,
         }
-        log.log(epoch_metrics, step=global_step - 1)
+        log.log(epoch_metrics, step=max(0, global_step - 1))
         accelerator.print(metrics.summary({**reward_metrics, **epoch_metrics}), flush=True)
 
     workers.close()
@@ -235,10 +270,12 @@ def run(config: ConfigDict, plan: RunPlan) -> None:
 
 
 def main(argv: list[str], overrides: list[tuple[str, str]]) -> None:
+    rescue = Rescue()
     try:
-        run(*planned(argv, overrides))
+        end_on_signals(rescue)
+        run(*planned(argv, overrides), rescue)
     except BaseException as error:
-        explain_and_leave(error)
+        rescue.end(error)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -10,17 +11,22 @@ from torch.testing import assert_close
 from ddpo_pytorch import policy
 from ddpo_pytorch.checkpoints import (
     ModelIdentity,
+    RunIsComplete,
     TrainingState,
     check_identity,
+    clean_up,
     find_checkpoint,
     find_resumed,
+    find_run,
     list_checkpoints,
     read_state,
     restore_optimizer,
     restore_weights,
     save_checkpoint,
     set_aside_newer,
+    take_snapshot,
 )
+from ddpo_pytorch.exits import RunFailure
 from ddpo_pytorch.named_functions import ConfigError
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -47,12 +53,14 @@ def state(epoch=1, model=LORA):
     return TrainingState(epoch=epoch, global_step=7, run_name="run", model=model, stat_tracker={"a": [0.1]})
 
 
+def save_now(folder, pipeline, optimizer, training_state, limit=5):
+    return save_checkpoint(folder, take_snapshot(pipeline.unet, optimizer, training_state), limit)
+
+
 def save(tmp_path, random_sd, epochs=(1,), limit=5, use_lora=True, targets=ATTENTION):
     pipeline, optimizer = trained(random_sd, use_lora, targets=targets)
     for epoch in epochs:
-        save_checkpoint(
-            tmp_path, pipeline.unet, optimizer.state_dict(), state(epoch, LORA if use_lora else FULL), limit
-        )
+        save_now(tmp_path, pipeline, optimizer, state(epoch, LORA if use_lora else FULL), limit)
     return pipeline, optimizer
 
 
@@ -62,9 +70,7 @@ def test_weights_and_optimizer_come_back_bit_for_bit(tmp_path, random_sd, use_lo
     if use_8bit_adam:
         pytest.importorskip("bitsandbytes")
     pipeline, optimizer = trained(random_sd, use_lora, use_8bit_adam)
-    checkpoint = save_checkpoint(
-        tmp_path, pipeline.unet, optimizer.state_dict(), state(model=LORA if use_lora else FULL), 5
-    )
+    checkpoint = save_now(tmp_path, pipeline, optimizer, state(model=LORA if use_lora else FULL))
     assert checkpoint == tmp_path / "checkpoint_1"
     assert read_state(checkpoint) == state(model=LORA if use_lora else FULL)
 
@@ -130,21 +136,101 @@ def test_the_newest_is_found_from_itself_its_parent_or_the_run(tmp_path, random_
     (folder / "checkpoint_11").mkdir()
     (folder / "checkpoint_x").write_text("")
     newest = folder / "checkpoint_10"
-    assert (
-        find_checkpoint(str(newest)) == find_checkpoint(str(folder)) == find_checkpoint(str(tmp_path / "run")) == newest
-    )
-    assert find_checkpoint(str(folder / "checkpoint_2")).name == "checkpoint_2"
-    for nothing in (tmp_path, tmp_path / "none", folder / "checkpoint_11"):
+    for path in (newest, folder, tmp_path / "run"):
+        assert find_checkpoint(str(path)) == (newest, [])
+    assert find_checkpoint(str(folder / "checkpoint_2")) == (folder / "checkpoint_2", [])
+    for nothing in (tmp_path, tmp_path / "none"):
         with pytest.raises(ConfigError, match="no checkpoint there"):
             find_checkpoint(str(nothing))
+    with pytest.raises(
+        ConfigError, match="is not a whole checkpoint: state.json is not readable.*checkpoint_10 is whole"
+    ):
+        find_checkpoint(str(folder / "checkpoint_11"))
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "weights-cut": (lambda c: cut(c / "pytorch_lora_weights.safetensors"), r"safetensors has \d+ bytes of \d+"),
+    "weights-changed": (lambda c: flip(c / "pytorch_lora_weights.safetensors"), "safetensors has changed"),
+    "optimizer-missing": (lambda c: (c / "optimizer.pt").unlink(), "optimizer.pt is missing"),
+    "optimizer-empty": (lambda c: (c / "optimizer.pt").write_bytes(b""), "optimizer.pt has 0 bytes of"),
+    "state-cut": (lambda c: cut(c / "state.json"), "state.json is not readable"),
+    "state-foreign": (lambda c: (c / "state.json").write_text('{"epoch": 9}'), "state.json is not readable"),
+}
+
+
+@pytest.mark.parametrize("damage, says", DAMAGE.values(), ids=DAMAGE)
+def test_a_torn_checkpoint_is_never_chosen_and_what_was_skipped_is_said(tmp_path, random_sd, damage, says):
+    save(tmp_path, random_sd, epochs=(1, 2, 3))
+    damage(tmp_path / "checkpoint_3")
+    checkpoint, skipped = find_checkpoint(str(tmp_path))
+    assert checkpoint.name == "checkpoint_2" and len(skipped) == 1
+    assert re.search(f"checkpoint_3 is not whole: .*{says}", skipped[0])
+    with pytest.raises(ConfigError, match=f"not a whole checkpoint: .*{says}.*checkpoint_2 is whole"):
+        find_checkpoint(str(tmp_path / "checkpoint_3"))
+    for epoch in (1, 2):
+        damage(tmp_path / f"checkpoint_{epoch}")
+    with pytest.raises(ConfigError, match="no checkpoint there.*checkpoint_3 is not whole.*checkpoint_1 is not whole"):
+        find_checkpoint(str(tmp_path))
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path, random_sd):
+    save(tmp_path, random_sd)
+    for name in (".writing_checkpoint_2_123", ".deleting_checkpoint_1", ".writing_notes", "mine"):
+        (tmp_path / name).mkdir()
+    clean_up(tmp_path)
+    clean_up(tmp_path / "nowhere")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint_1", ".writing_notes", "mine"}
+
+
+def test_a_run_is_found_by_its_name_if_it_can_be_gone_on_with(tmp_path, random_sd):
+    for date, epochs in (("2026.01.02_03.04.05", (1,)), ("2026.01.03_03.04.05", (2,)), ("2026.01.04_03.04.05", ())):
+        save(tmp_path / f"mine_{date}" / "checkpoints", random_sd, epochs=epochs)
+    save(tmp_path / "mine_other_2026.01.09_03.04.05" / "checkpoints", random_sd)
+    newest = tmp_path / "mine_2026.01.03_03.04.05"
+    assert find_run(str(tmp_path), "mine") == newest
+    assert find_run(str(tmp_path), "min") is None and find_run(str(tmp_path / "nowhere"), "mine") is None
+    cut(newest / "checkpoints" / "checkpoint_2" / "optimizer.pt")
+    assert find_run(str(tmp_path), "mine").name == "mine_2026.01.02_03.04.05"
+
+
+def test_a_snapshot_is_not_changed_by_later_training(tmp_path, random_sd):
+    pipeline, optimizer = trained(random_sd)
+    snapshot = take_snapshot(pipeline.unet, optimizer, state())
+    weights = {name: tensor.clone() for name, tensor in snapshot.weights.items()}
+    first = snapshot.optimizer["state"][0]["exp_avg"].clone()
+    for parameter in policy.trainable_parameters(pipeline.unet):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in snapshot.weights.items())
+    assert torch.equal(first, snapshot.optimizer["state"][0]["exp_avg"])
 
 
 def test_a_run_that_has_all_its_epochs_is_not_resumed(tmp_path, random_sd):
     save(tmp_path, random_sd, epochs=(3,))
-    assert find_resumed("", 3) == (None, None)
-    assert find_resumed(str(tmp_path), 4) == (tmp_path / "checkpoint_3", state(3))
+    assert find_resumed("", "", "logs", "", 3) == (None, None, [])
+    assert find_resumed(str(tmp_path), "", "logs", "", 4) == (tmp_path / "checkpoint_3", state(3), [])
     with pytest.raises(ConfigError, match="checkpoint_3 has 3 epochs already, and config.num_epochs is 3"):
-        find_resumed(str(tmp_path), 3)
+        find_resumed(str(tmp_path), "", "logs", "", 3)
+
+
+def test_resuming_by_name_starts_goes_on_and_says_that_it_is_complete(tmp_path, random_sd):
+    logs = tmp_path / "logs"
+    assert find_resumed("", "auto", str(logs), "mine", 3) == (None, None, [])
+    folder = logs / "mine_2026.01.02_03.04.05" / "checkpoints"
+    save(folder, random_sd, epochs=(2,))
+    assert find_resumed("", "auto", str(logs), "mine", 3) == (folder / "checkpoint_2", state(2), [])
+    with pytest.raises(RunIsComplete, match="has 2 epochs already"):
+        find_resumed("", "auto", str(logs), "mine", 2)
 
 
 def test_a_write_that_fails_leaves_the_older_checkpoints(tmp_path, random_sd, monkeypatch):
@@ -154,18 +240,18 @@ def test_a_write_that_fails_leaves_the_older_checkpoints(tmp_path, random_sd, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        save_checkpoint(tmp_path, pipeline.unet, optimizer.state_dict(), state(2), 1)
+    with pytest.raises(RunFailure, match="cannot write the checkpoint .*checkpoint_2: .*No space left"):
+        save_now(tmp_path, pipeline, optimizer, state(2), 1)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_1"]
-    assert find_checkpoint(str(tmp_path)).name == "checkpoint_1"
+    assert find_checkpoint(str(tmp_path))[0].name == "checkpoint_1"
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, random_sd, value):
     pipeline, optimizer = save(tmp_path, random_sd)
     policy.trainable_parameters(pipeline.unet)[3].data[0, 0] = value
-    with pytest.raises(RuntimeError, match="1 trained tensors are not finite"):
-        save_checkpoint(tmp_path, pipeline.unet, optimizer.state_dict(), state(2), 1)
+    with pytest.raises(RunFailure, match="1 trained tensors are not finite"):
+        save_now(tmp_path, pipeline, optimizer, state(2), 1)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_1"]
 
 
@@ -211,7 +297,7 @@ def test_nothing_that_is_read_can_execute_code(tmp_path, random_sd):
 def test_going_back_sets_newer_checkpoints_aside(tmp_path, random_sd):
     save(tmp_path, random_sd, epochs=(1, 2, 3))
     set_aside_newer(tmp_path, 1)
-    assert find_checkpoint(str(tmp_path)).name == "checkpoint_1"
+    assert find_checkpoint(str(tmp_path))[0].name == "checkpoint_1"
     assert {path.name for path in tmp_path.iterdir()} == {
         "checkpoint_1",
         "superseded_checkpoint_2",

@@ -6,7 +6,8 @@ import pytest
 CASES = {
     "config": ("ConfigError('batch sizes do not fit')", 1, ["error: batch sizes do not fit"]),
     "failure": ("RunFailure('the server is gone')", 1, ["error: the server is gone"]),
-    "interrupt": ("KeyboardInterrupt()", 130, ["interrupted"]),
+    "interrupt": ("KeyboardInterrupt()", 130, ["ended by SIGINT"]),
+    "terminate": ("Stopped(15)", 143, ["ended by SIGTERM"]),
     "exit": ("SystemExit(3)", 3, ["error: the run was ended by sys.exit(3)"]),
     "exit-0": ("SystemExit(0)", 1, ["error: the run was ended by sys.exit(0)"]),
     "exit-with-words": ("SystemExit('words')", 1, ["error: the run was ended by sys.exit('words')"]),

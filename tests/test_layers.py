@@ -26,6 +26,7 @@ LEVELS = [
     {"diffusers_patch.pipeline_with_logprob", "run_plan", "distributed", "tiny_classifier", "metrics"},
     {"policy"},
     {"update", "rollout", "checkpoints"},
+    {"rescue"},
     {"launch"},
 ]
 MODULES = sorted(path for path in (ROOT / "ddpo_pytorch").rglob("*.py") if path.name != "__init__.py")

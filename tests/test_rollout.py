@@ -160,7 +160,9 @@ def test_a_trajectory_that_is_not_finite_counts_for_nothing_in_the_update(model,
     gradients = []
     for samples in (torch.tensor([0, 1]), torch.tensor([1])):
         batch = take(trajectories, torch.tensor([0.0, 1.0]), samples, torch.zeros_like(samples))
-        loss, statistics = ppo_clipped_loss(model.log_prob(batch), batch.old_log_probs, batch.advantages, 1e-4, 5.0)
+        loss, statistics = ppo_clipped_loss(
+            model.log_prob(batch), batch.old_log_probs, batch.advantages, 1e-4, 5.0, 256
+        )
         model.unet.zero_grad()
         (loss * len(samples)).backward()
         assert all(value.isfinite() for value in statistics.values())

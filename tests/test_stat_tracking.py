@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from conftest import GOLDENS
 
-from ddpo_pytorch.stat_tracking import PerPromptStatTracker, normalize_rewards
+from ddpo_pytorch.stat_tracking import PerPromptStatTracker, normalize_rewards, spread_within_and_between
 
 
 @pytest.mark.parametrize("buffer_size, min_count", [(6, 4), (32, 16)])
@@ -71,3 +71,23 @@ def test_wrong_arguments_are_refused():
         PerPromptStatTracker(4, 8)
     with pytest.raises(ValueError, match="2 prompts and 1 rewards"):
         PerPromptStatTracker(4, 4).update(["a", "b"], [1.0])
+
+
+def test_spread_within_and_between_prompts_by_hand():
+    prompts = ["a", "b", "a", "b", "c"]
+    rewards = [1.0, 10.0, 3.0, 14.0, np.nan]
+    # Within: deviations 1, 2, 1, 2. Between: the means 2, 12, 2, 12 around 7.
+    assert spread_within_and_between(prompts, rewards) == pytest.approx((np.sqrt(2.5), 5.0))
+    within, between = spread_within_and_between(prompts, rewards)
+    assert within**2 + between**2 == pytest.approx(np.var([1, 10, 3, 14]))
+    assert spread_within_and_between(["a", "A"], [1.0, 1.0 + 2**-40]) == (0, pytest.approx(2**-41))
+    assert spread_within_and_between(["a", "b"], [0.1, 0.1]) == (0, 0)
+    assert spread_within_and_between(["a"], [np.nan]) == (0, 0)
+
+
+def test_the_share_of_prompts_with_statistics_of_their_own():
+    tracker = PerPromptStatTracker(4, 2)
+    tracker.update(["a", "b", "b", "c"], [1.0, 2.0, 3.0, np.nan])
+    assert tracker.own_share == 0.5  # b of a and b; c failed
+    tracker.update(["a", "b"], [1.0, 2.0])
+    assert tracker.own_share == 1.0

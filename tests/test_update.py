@@ -8,10 +8,18 @@ from accelerate import Accelerator
 from golden_ppo import GoldenUpdate
 from torch.testing import assert_close
 
+from ddpo_pytorch.exits import RunFailure
 from ddpo_pytorch.losses import ppo_clipped_loss
 from ddpo_pytorch.policy import make_policy, make_trainable, trainable_parameters
 from ddpo_pytorch.trajectories import take
-from ddpo_pytorch.update import learning_rate_at, optimizer_step
+from ddpo_pytorch.update import (
+    SkippedSteps,
+    UpdateResult,
+    gap_warning,
+    learning_rate_at,
+    optimizer_step,
+    recompute_log_probs,
+)
 
 
 @pytest.fixture
@@ -25,7 +33,7 @@ def test_every_micro_batch_equals_the_original(golden):
             log_prob = golden.policy.log_prob(batch)
             f = golden.figures
             loss, statistics = ppo_clipped_loss(
-                log_prob, batch.old_log_probs, batch.advantages, f["clip_range"], f["adv_clip_max"]
+                log_prob, batch.old_log_probs, batch.advantages, f["clip_range"], f["adv_clip_max"], 256
             )
         # Float32 rounding of the log-probs: 1e-6 of values around 1, hence of ratio and loss.
         assert_close(log_prob, torch.tensor(figures["log_prob"]), rtol=0, atol=5e-6)
@@ -146,7 +154,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied(pipeline):
     optimizer = torch.optim.AdamW(trainable_parameters(model.unet), lr=1e-3)
     batch = take(trajectories, advantages, torch.arange(4), torch.zeros(4, dtype=torch.long))
     result = optimizer_step(accelerator, model, optimizer, [batch], 1, 1e-3, 1e-4, 5.0, 1.0)
-    assert result.skipped
+    assert result.skipped and result.cause == "the loss of 1 of 1 micro-batches was nan"
     for p, b in zip(trainable_parameters(model.unet), before, strict=True):
         assert torch.equal(p.detach(), b)
 
@@ -155,3 +163,55 @@ def test_learning_rate_rises_then_stays():
     rates = [learning_rate_at(update, 1.0, 3) for update in range(6)]
     assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert learning_rate_at(0, 3e-4, 0) == 3e-4
+
+
+def test_a_gradient_that_overflows_is_named(pipeline):
+    accelerator = Accelerator(cpu=True)
+    model, trajectories, advantages = sampled(pipeline, accelerator, True)
+    parameter = trainable_parameters(model.unet)[2]
+    parameter.register_hook(lambda gradient: gradient * torch.inf)
+    optimizer = torch.optim.AdamW(trainable_parameters(model.unet), lr=1e-3)
+    batch = take(trajectories, advantages, torch.arange(4), torch.zeros(4, dtype=torch.long))
+    result = optimizer_step(accelerator, model, optimizer, [batch], 1, 1e-3, 1e-4, 5.0, 1.0)
+    [name] = [name for name, p in model.unet.named_parameters() if p is parameter]
+    assert result.skipped and result.cause == f"the gradient of {name} was not finite"
+
+
+def outcome(skipped, cause=None, gap=0.0):
+    return UpdateResult({}, gap, 981, skipped, cause)
+
+
+def test_skipped_steps_in_a_row_end_the_run_with_the_first_cause():
+    steps = SkippedSteps(3)
+    for result in (outcome(True, "x"), outcome(True, "x"), outcome(False), outcome(True, "loss"), outcome(True, "y")):
+        steps.count(result)
+    with pytest.raises(RunFailure, match="3 updates in a row were skipped .*first because loss; .*checkpoint is good"):
+        steps.count(outcome(True, "z"))
+
+
+def test_a_gap_above_the_limit_is_explained():
+    assert gap_warning(outcome(False, gap=1e-5), 1e-5) is None
+    warning = gap_warning(outcome(False, gap=2e-5), 1e-5)
+    assert "differ by 2.0e-05" in warning and "timestep 981" in warning and "recompute_log_probs" in warning
+
+
+def test_the_worst_timestep_is_found(pipeline):
+    accelerator = Accelerator(cpu=True)
+    model, trajectories, advantages = sampled(pipeline, accelerator, True)
+    trajectories.log_probs[2, 1] += 0.25
+    optimizer = torch.optim.SGD(trainable_parameters(model.unet), lr=0.0)
+    batches = [take(trajectories, advantages, torch.arange(4), torch.full((4,), j)) for j in range(3)]
+    result = optimizer_step(accelerator, model, optimizer, batches, 3, 0.0, 1e-2, 5.0, 1.0)
+    assert result.logp_gap == pytest.approx(0.25, rel=1e-5)
+    assert result.logp_gap_timestep == trajectories.timesteps[2, 1]
+
+
+def test_recomputed_log_probs_are_the_training_paths_own_at_its_batch_shape(pipeline):
+    model, trajectories, advantages = sampled(pipeline, Accelerator(cpu=True), True)
+    trajectories.log_probs += 0.01
+    trajectories.log_probs[3] = torch.nan
+    recompute_log_probs(model, trajectories, batch_size=2)
+    for j in range(trajectories.num_steps):
+        batch = take(trajectories, advantages, torch.tensor([0, 1]), torch.full((2,), j))
+        assert torch.equal(model.log_prob(batch).detach(), batch.old_log_probs)
+    assert trajectories.log_probs[3].isnan().all() and trajectories.log_probs[2].isfinite().all()

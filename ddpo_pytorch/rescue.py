@@ -1,0 +1,90 @@
+"""Keeps the last complete epoch from being lost when a run is stopped or fails.
+
+A process that is told to end (SIGTERM, SIGINT) ends within seconds, also if it hangs in a library or waits for others.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpo_pytorch.exits import Stopped, explain_and_leave, leave, say
+
+if TYPE_CHECKING:
+    from ddpo_pytorch.checkpoints import Snapshot
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Rescue:
+    """Holds the state after the last complete epoch until it is on disk. Only the main process's is ever filled."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[Snapshot, Path, int] | None = None
+        self._lock = threading.Lock()
+
+    def keep(self, snapshot: "Snapshot", folder: Path, num_checkpoint_limit: int) -> None:
+        """Have this state written, should the run end before a later one is.
+
+        Args:
+            folder: RUN/checkpoints.
+        """
+        self._pending = (snapshot, folder, num_checkpoint_limit)
+
+    def forget(self) -> None:
+        """A state at least as new is on disk."""
+        self._pending = None
+
+    def write(self) -> None:
+        """Write what is kept, if anything; says where, or why not."""
+        with self._lock:
+            pending, self._pending = self._pending, None
+            if pending is None:
+                return
+            from ddpo_pytorch.checkpoints import save_checkpoint
+
+            snapshot, folder, num_checkpoint_limit = pending
+            try:
+                target = save_checkpoint(folder, snapshot, num_checkpoint_limit)
+                say(f"the state after {snapshot.state.epoch} epochs is saved: {target}")
+            except Exception as error:
+                say(f"error: the state after {snapshot.state.epoch} epochs could not be saved: {error}")
+
+    def end(self, error: BaseException) -> None:
+        """Write what is kept, and end the process."""
+        with contextlib.suppress(ValueError):  # only the main thread may
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+        self.write()
+        explain_and_leave(error)
+
+
+def end_on_signals(rescue: Rescue, grace: float = 10.0) -> None:
+    """From now on SIGTERM and SIGINT raise `Stopped` in the main thread.
+
+    Python runs a handler between two of its own instructions, which may be never in a library that hangs. So a thread
+    hears of the signal too, and after `grace` seconds writes and leaves by itself.
+    """
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+
+    def raise_stopped(number: int, _: object) -> None:
+        raise Stopped(number)
+
+    for number in SIGNALS:
+        signal.signal(number, raise_stopped)
+
+    def watch() -> None:
+        while True:
+            numbers = [n for n in os.read(heard, 64) if n in SIGNALS]
+            if numbers:
+                time.sleep(grace)
+                rescue.write()
+                say(f"ended by {signal.Signals(numbers[0]).name}, {grace:g} s after it")
+                leave(128 + numbers[0])
+
+    threading.Thread(target=watch, daemon=True, name="signals").start()
