@@ -14,7 +14,7 @@ import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from ddpo_pytorch.exits import RunFailure
+from ddpo_pytorch.exits import ModelFailure, RunFailure
 from ddpo_pytorch.named_functions import ConfigError
 
 
@@ -56,12 +56,14 @@ def raise_together(accelerator: Accelerator, error: BaseException | None) -> Non
 
     Raises:
         ConfigError: if all the errors are of this kind.
-        ProcessFailure: for other errors. Both say what went wrong, and on which processes where not on all.
+        ModelFailure: if one of them is.
+        ProcessFailure: for other errors. All say what went wrong, and on which processes where not on all.
     """
     is_own = error is not None and not isinstance(error, AnotherProcessFailed)
     is_plain = isinstance(error, (ConfigError, RunFailure))  # one line that stands for itself
     message = (f"{error}" if is_plain else f"{type(error).__name__}: {error}") if is_own else None
-    gathered = gather_object([(message, isinstance(error, ConfigError))])
+    kind = next((kind for kind in (ConfigError, ModelFailure) if isinstance(error, kind)), ProcessFailure)
+    gathered = gather_object([(message, kind)])
     failures = {
         m: [rank for rank, (other, _) in enumerate(gathered) if other == m] for m, _ in gathered if m is not None
     }
@@ -71,10 +73,11 @@ def raise_together(accelerator: Accelerator, error: BaseException | None) -> Non
         text if len(ranks) == len(gathered) else f"process {', '.join(map(str, ranks))}: {text}"
         for text, ranks in failures.items()
     ]
-    if all(is_config for text, is_config in gathered if text is not None):
+    kinds = {kind for text, kind in gathered if text is not None}
+    if kinds == {ConfigError}:
         raise ConfigError("; ".join(said)) from None
     cause = error.__cause__ if is_plain and error is not None else error
-    raise ProcessFailure("; ".join(said)) from (cause if is_own else None)
+    raise (ModelFailure if ModelFailure in kinds else ProcessFailure)("; ".join(said)) from (cause if is_own else None)
 
 
 @contextlib.contextmanager

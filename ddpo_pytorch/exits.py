@@ -17,6 +17,10 @@ class RunFailure(RuntimeError):
     """A run cannot go on; the message is one line that says why, and nothing in this program is to blame."""
 
 
+class ModelFailure(RunFailure):
+    """The model itself has come to nothing, so that its last state is not worth keeping."""
+
+
 def leave(code: int) -> NoReturn:
     """End this process now, with its dashboards closed, even if a reward thread is still busy."""
     try:

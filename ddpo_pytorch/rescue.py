@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpo_pytorch.exits import Stopped, explain_and_leave, leave, say
+from ddpo_pytorch.exits import ModelFailure, Stopped, explain_and_leave, leave, say
 
 if TYPE_CHECKING:
     from ddpo_pytorch.checkpoints import Snapshot
@@ -54,11 +54,12 @@ class Rescue:
                 say(f"error: the state after {snapshot.state.epoch} epochs could not be saved: {error}")
 
     def end(self, error: BaseException) -> None:
-        """Write what is kept, and end the process."""
+        """Write what is kept, unless it is what the error is about, and end the process."""
         with contextlib.suppress(ValueError):  # only the main thread may
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
-        self.write()
+        if not isinstance(error, ModelFailure):
+            self.write()
         explain_and_leave(error)
 
 

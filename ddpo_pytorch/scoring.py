@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddpo_pytorch.exits import RunFailure
+from ddpo_pytorch.exits import ModelFailure, RunFailure
 
 RewardFn = Callable[[Any, Sequence[str], Sequence[dict]], Any]
 
 # The key of a reward function's info that says, image by image, why it could not be scored: text or None.
 FAILURES = "failures"
+# Why a sample failed that half precision, or a ruined model, could not draw
+NOT_DRAWN = "the picture is not finite"
 
 
 class RewardFailure(RunFailure):
@@ -135,15 +137,18 @@ def checked_scores(result: Any, batch_size: int, name: str) -> Scores:
     return Scores(np.where(np.isfinite(rewards), rewards, np.nan), details, notes, failures)
 
 
-def too_many_failed(name: str, failed: int, total: int, limit: float, reasons: Sequence[str | None]) -> RewardFailure:
+def too_many_failed(name: str, failed: int, total: int, limit: float, reasons: Sequence[str | None]) -> RunFailure:
     """The error that ends a run; the most frequent reasons are in it, with how often each came up.
+
+    A ModelFailure if most of the pictures could not be drawn, else a RewardFailure.
 
     Args:
         limit: config.max_failed_fraction.
     """
     counts = collections.Counter(reason for reason in reasons if reason).most_common(3)
     why = "; ".join(f"{count} x {reason}" for reason, count in counts)
-    return RewardFailure(
+    kind = ModelFailure if counts and counts[0][0] == NOT_DRAWN else RewardFailure
+    return kind(
         f"reward function {name} failed for {failed} of {total} samples, which is more than "
         f"config.max_failed_fraction {limit}: {why}"
     )
@@ -219,14 +224,14 @@ class RewardWorkers:
         scores = checked_scores(result, len(prompts), self.name)
         for i, is_drawn in enumerate(drawn):
             if not is_drawn:  # a picture that half precision could not draw would score as a black one
-                scores.rewards[i], scores.failures[i] = math.nan, "the picture is not finite"
+                scores.rewards[i], scores.failures[i] = math.nan, NOT_DRAWN
         return scores
 
     def check(self) -> None:
         """Say early what will end this epoch; costs nothing, or one short question to the shared counter.
 
         Raises:
-            RewardFailure: a batch raised or takes too long, or more samples failed on all processes than may.
+            RunFailure: a batch raised or takes too long, or more samples failed on all processes than may.
         """
         reasons: list[str] = []
         for job in self._jobs:
@@ -258,7 +263,7 @@ class RewardWorkers:
             on_wait: called a few times a second; may raise to end the wait.
 
         Raises:
-            RewardFailure: as `check`.
+            RunFailure: as `check`.
         """
         waiting = {job.future for job in self._jobs}
         while waiting:

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ddpo_pytorch.exits import RunFailure
+from ddpo_pytorch.exits import ModelFailure
 from ddpo_pytorch.losses import ppo_clipped_loss
 from ddpo_pytorch.policy import Policy, trainable_parameters
 from ddpo_pytorch.trajectories import MicroBatch, Trajectories, take
@@ -56,7 +56,7 @@ class SkippedSteps:
         """Take in an update.
 
         Raises:
-            RunFailure: it is the last of `limit` skipped ones in a row; the message has the first one's cause.
+            ModelFailure: it is the last of `limit` skipped ones in a row; the message has the first one's cause.
         """
         if not result.skipped:
             self.in_a_row, self._first_cause = 0, None
@@ -64,7 +64,7 @@ class SkippedSteps:
         self.in_a_row += 1
         self._first_cause = self._first_cause or result.cause
         if self.in_a_row >= self.limit:
-            raise RunFailure(
+            raise ModelFailure(
                 f"{self.in_a_row} updates in a row were skipped (train.max_skipped_steps), first because "
                 f"{self._first_cause}; the last checkpoint is good. Try a lower train.learning_rate, or "
                 'mixed_precision "bf16" or "no"'

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from golden_ppo import GoldenUpdate
 from torch.testing import assert_close
 
-from ddpo_pytorch.exits import RunFailure
+from ddpo_pytorch.exits import ModelFailure
 from ddpo_pytorch.losses import ppo_clipped_loss
 from ddpo_pytorch.policy import make_policy, make_trainable, trainable_parameters
 from ddpo_pytorch.trajectories import take
@@ -185,7 +185,9 @@ def test_skipped_steps_in_a_row_end_the_run_with_the_first_cause():
     steps = SkippedSteps(3)
     for result in (outcome(True, "x"), outcome(True, "x"), outcome(False), outcome(True, "loss"), outcome(True, "y")):
         steps.count(result)
-    with pytest.raises(RunFailure, match="3 updates in a row were skipped .*first because loss; .*checkpoint is good"):
+    with pytest.raises(
+        ModelFailure, match="3 updates in a row were skipped .*first because loss; .*checkpoint is good"
+    ):
         steps.count(outcome(True, "z"))
 
 
