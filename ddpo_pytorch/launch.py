@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from ddpo_pytorch import checkpoints, metrics, policy
 from ddpo_pytorch.distributed import fail_together
+from ddpo_pytorch.exits import RunFailure
 from ddpo_pytorch.named_functions import ConfigError, with_device
 from ddpo_pytorch.rescue import Rescue
 from ddpo_pytorch.run_plan import RunPlan
@@ -64,7 +65,8 @@ def make_accelerator(config: ConfigDict) -> Accelerator:
     # float32 products in TensorFloat-32, or exactly
     torch.set_float32_matmul_precision("high" if config.allow_tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = config.allow_tf32
-    timeout = datetime.timedelta(minutes=config.timeout_minutes)
+    # A little longer than processes wait for each other (distributed.Phases), which knows whom for.
+    timeout = datetime.timedelta(minutes=1.5 * config.timeout_minutes)
     try:
         accelerator = Accelerator(
             mixed_precision=config.mixed_precision,
@@ -100,6 +102,8 @@ def make_reward(accelerator: Accelerator, plan: RunPlan) -> RewardFn:
             raise
         except (ValueError, OSError, ImportError) as error:
             raise ConfigError(f"config.reward_fn {name}: {error}") from error
+        except Exception as error:
+            raise RunFailure(f"config.reward_fn {name} raised {type(error).__name__}: {error}") from error
         if not callable(reward_fn):
             raise ConfigError(
                 f"config.reward_fn {name} must return a function f(images, prompts, metadata); it returned "
@@ -182,6 +186,10 @@ def changed_options(saved: Mapping[str, Any], present: Mapping[str, Any]) -> lis
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
 
 
+def _processes(number: int) -> str:
+    return f"{number} process{'es' if number > 1 else ''}"
+
+
 def describe(
     plan: RunPlan,
     accelerator: Accelerator,
@@ -191,7 +199,7 @@ def describe(
 ) -> str:
     """The plan, for people."""
     config, device = plan.config, accelerator.device
-    processes = f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''}"
+    processes = _processes(plan.num_processes)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.unet.parameters()})
     sample, train = config.sample, config.train
     trainable = sum(p.numel() for p in policy.trainable_parameters(model.unet))
@@ -213,7 +221,9 @@ def describe(
     if resumed is not None:
         lines["resumed"] = f"after {resumed.epoch} epochs"
         if resumed.num_processes != plan.num_processes:
-            lines["resumed"] += f", which {resumed.num_processes} processes ran: other prompts and noise are drawn now"
+            lines["resumed"] += (
+                f", which {_processes(resumed.num_processes)} ran: other prompts and noise are drawn now"
+            )
         if changed := changed_options(resumed.config, config.to_dict()):
             lines["changed options"] = ", ".join(changed)
     return "\n".join(f"{name + ':':<19}{value}" for name, value in lines.items())

@@ -53,13 +53,16 @@ def resolve_function(spec: str, shipped: types.ModuleType, option: str) -> Calla
         if not Path(location).is_file():
             raise ConfigError(f'config.{option} "{spec}": there is no file "{location}" here ({Path.cwd()})')
         _add_to_path(Path(location).resolve().parent)  # it may import its siblings
-        module = load_module(f"{option}_{Path(location).stem}", location)
     else:
         _add_to_path(Path.cwd())
-        try:
+    try:
+        if location.endswith(".py"):
+            module = load_module(f"{option}_{Path(location).stem}", location)
+        else:
             module = importlib.import_module(location)
-        except ModuleNotFoundError as error:
-            raise ConfigError(f'config.{option} "{spec}": cannot import "{location}" ({error})') from error
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        raise ConfigError(f'config.{option} "{spec}": cannot import "{location}" ({said})') from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f'config.{option} "{spec}": "{location}" has no function "{name}"')
@@ -73,7 +76,10 @@ def check_arguments(function: Callable, kwargs: Mapping[str, Any], option: str) 
     except TypeError as error:
         parameters = inspect.signature(function).replace(return_annotation=inspect.Signature.empty)
         signature = f"{getattr(function, '__name__', function)}{parameters}"
-        raise ConfigError(f"config.{option}_kwargs {dict(kwargs)} do not fit {signature}: {error}") from error
+        raise ConfigError(
+            f"config.{option}_kwargs {dict(kwargs)} do not fit {signature}: {error} "
+            f"(config.{option}_kwargs={{}} empties them)"
+        ) from error
 
 
 def with_device(factory: Callable, kwargs: Mapping[str, Any], device: Any) -> dict[str, Any]:

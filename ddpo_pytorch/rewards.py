@@ -274,7 +274,9 @@ def _asks_a_server(factory: Callable) -> Callable:
 
         _need("vlm", "openai")
         server = {name: value for name, value in kwargs.items() if name not in own}
-        check_arguments(chat.ChatClient, server, "reward_fn")
+        known = list(inspect.signature(chat.ChatClient).parameters)
+        if unknown := server.keys() - set(known):
+            raise ValueError(f"has no argument {', '.join(sorted(unknown))}; there are {', '.join([*own, *known])}")
         chat.check_server(**server)
 
     return _checked_by(check)(factory)
@@ -467,7 +469,8 @@ def resolve_components(components: Sequence[Mapping[str, Any]]) -> list[dict[str
     for entry in components:
         if not hasattr(entry, "keys") or not {"reward_fn"} <= set(entry.keys()) <= known:
             wanted = f"an entry has reward_fn and may have {', '.join(sorted(known - {'reward_fn'}))}"
-            raise ConfigError(f"config.{option}: {wanted}; got {entry}")
+            odd = sorted(set(entry) - known) if hasattr(entry, "keys") else []
+            raise ConfigError(f"config.{option}: {wanted}; got {', '.join(odd) or entry}")
         name, weight = entry["reward_fn"], entry.get("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             raise ConfigError(f"config.{option}: the weight of {name} must be a number; got {weight!r}")
@@ -528,7 +531,7 @@ def check_factory(factory: Callable, kwargs: Mapping[str, Any], name: str, examp
     Raises:
         ConfigError: it would not work, and why.
     """
-    check_arguments(factory, kwargs, "reward_fn")
+    check_arguments(factory, with_device(factory, kwargs, None), "reward_fn")
     check = getattr(factory, "check", None)
     if check is None:
         return

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from ddpo_pytorch.exits import RunFailure
 from ddpo_pytorch.images import to_uint8
 from ddpo_pytorch.metrics import caption
 from ddpo_pytorch.policy import Policy
@@ -33,9 +34,21 @@ class Rollout:
     trajectories: Trajectories
 
 
-def draw_prompts(prompt_fn: Callable[..., tuple[str, dict]], kwargs: dict, count: int) -> tuple[list[str], list[dict]]:
-    """`count` prompts and their metadata, all at once: a reward thread that draws numbers cannot change the next."""
-    drawn = [prompt_fn(**kwargs) for _ in range(count)]
+def draw_prompts(
+    prompt_fn: Callable[..., tuple[str, dict]], kwargs: dict, count: int, name: str
+) -> tuple[list[str], list[dict]]:
+    """`count` prompts and their metadata, all at once: a reward thread that draws numbers cannot change the next.
+
+    Args:
+        name: of the function, for messages.
+
+    Raises:
+        RunFailure: the function raised.
+    """
+    try:
+        drawn = [prompt_fn(**kwargs) for _ in range(count)]
+    except (Exception, SystemExit) as error:  # also if it would end the program
+        raise RunFailure(f"prompt function {name} failed with {type(error).__name__}: {error}") from error
     return [prompt for prompt, _ in drawn], [metadata for _, metadata in drawn]
 
 

@@ -26,6 +26,10 @@ FAILURES = "failures"
 NOT_DRAWN = "the picture is not finite"
 
 
+class WrongResult(ValueError):
+    """What a reward function returned is no rewards; the message has its name."""
+
+
 class RewardFailure(RunFailure):
     """A reward function ends the run; the message has its name."""
 
@@ -96,17 +100,19 @@ def checked_scores(result: Any, batch_size: int, name: str) -> Scores:
     as details, texts as notes, and "failures" as the reasons of failed samples.
 
     Raises:
-        ValueError: not numbers, or not of shape (B,); the message names the function.
+        WrongResult: not numbers, or not of shape (B,); the message names the function.
     """
     has_info = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
     given, info = result if has_info else (result, {})
     expected = f"it must return one number per image, shape ({batch_size},), alone or as (rewards, info)"
+    if given is None:
+        raise WrongResult(f"reward function {name} returned None; {expected}")
     try:
         rewards = _numbers(given)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"reward function {name} returned what are not numbers ({error}); {expected}") from error
+        raise WrongResult(f"reward function {name} returned what are not numbers ({error}); {expected}") from error
     if rewards.shape != (batch_size,):
-        raise ValueError(f"reward function {name} returned rewards of shape {rewards.shape}; {expected}")
+        raise WrongResult(f"reward function {name} returned rewards of shape {rewards.shape}; {expected}")
 
     details, notes = {}, {}
     for key, values in info.items():
@@ -126,7 +132,7 @@ def checked_scores(result: Any, batch_size: int, name: str) -> Scores:
     if reasons is None:
         reasons = [None] * batch_size
     elif isinstance(reasons, str) or _length(reasons) != batch_size:
-        raise ValueError(
+        raise WrongResult(
             f'reward function {name} returned "{FAILURES}" {reasons!r}; it must be one text or None per image, '
             f"{batch_size} in all"
         )
@@ -252,6 +258,8 @@ class RewardWorkers:
     def _result(self, job: _Job) -> Scores:
         try:
             return job.future.result()
+        except WrongResult as error:
+            raise RewardFailure(str(error)) from None
         except (Exception, SystemExit) as error:  # also if the function would end the program
             raise RewardFailure(f"reward function {self.name} failed with {type(error).__name__}: {error}") from error
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +111,7 @@ def optimizer_step(
     clip_range: float,
     adv_clip_max: float,
     max_grad_norm: float,
+    before_sync: Callable[[], None] = lambda: None,
 ) -> UpdateResult:
     """Accumulate the mean loss over micro-batches, and step once. Every process must call it.
 
@@ -120,6 +121,7 @@ def optimizer_step(
     Args:
         optimizer: as Accelerate prepared it, over the parameters of `policy.unet`.
         micro_batches: of equal size, so that the mean of their means is the mean over all.
+        before_sync: called when this process has its own gradients, and is about to wait for the others'.
         The rest as in `losses.ppo_clipped_loss` and the config.
     """
     for group in optimizer.param_groups:
@@ -138,6 +140,8 @@ def optimizer_step(
                 adv_clip_max,
                 num_dims=batch.latents[0].numel(),
             )
+            if is_last:
+                before_sync()
             accelerator.backward(loss / num_micro_batches)
         statistics["logp_gap_timestep"] = batch.timesteps[statistics.pop("logp_gap_index")]
         collected.append(torch.stack([value.double() for value in statistics.values()]))

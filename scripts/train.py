@@ -141,7 +141,10 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
         random_streams = seed_epoch(config.seed, epoch, accelerator.process_index, accelerator.device)
         with fail_together(accelerator):
             prompts, prompt_metadata = rollout.draw_prompts(
-                plan.prompt_fn, config.prompt_fn_kwargs.to_dict(), plan.samples_per_epoch_per_process
+                plan.prompt_fn,
+                config.prompt_fn_kwargs.to_dict(),
+                count=plan.samples_per_epoch_per_process,
+                name=config.prompt_fn,
             )
             with ProgressBar(f"epoch {epoch}: sampling", plan.denoising_steps_per_epoch, accelerator) as bar:
 
@@ -184,6 +187,8 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
             log.log(reward_metrics, step=global_step)
             log.log_images(*pictures, epoch=epoch, step=global_step)
             log.draw_curve()
+        if reward_metrics["reward_std"] == 0:
+            accelerator.print("warning: all rewards of this epoch are equal, so there is nothing to learn", flush=True)
         reported = time.perf_counter()
 
         # TRAIN   replay the steps in random order; make good ones likelier, within clip_range
@@ -214,6 +219,7 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
                     clip_range=train.clip_range,
                     adv_clip_max=train.adv_clip_max,
                     max_grad_norm=train.max_grad_norm,
+                    before_sync=lambda place=f"epoch {epoch}: update {global_step}": phases.enter(place),
                 )
                 position = {"epoch": epoch, "inner_epoch": inner_epoch, "learning_rate": learning_rate}
                 log.log({**result.statistics, **position}, step=global_step)

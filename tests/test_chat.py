@@ -196,7 +196,7 @@ def test_waiting_is_said_every_30_seconds_and_ends_with_a_line_to_start_one(monk
     )
     with pytest.raises(ChatSetupError, match=says):
         client(f"http://127.0.0.1:{port}/v1", model="llava", startup_timeout=100.0).wait_until_served()
-    assert capsys.readouterr().out.count("waiting for a vision-language server") == 3
+    assert capsys.readouterr().out.count("waiting for a vision-language server") == 4
 
 
 def test_a_wrong_key_an_unknown_model_and_missing_log_probabilities_end_the_start_at_once(proxy, monkeypatch):

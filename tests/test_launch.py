@@ -6,6 +6,7 @@ import torch
 from conftest import ROOT
 
 from ddpo_pytorch import launch
+from ddpo_pytorch.exits import RunFailure
 from ddpo_pytorch.named_functions import ConfigError
 from ddpo_pytorch.run_plan import apply_overrides, load_config, make_plan
 
@@ -89,9 +90,10 @@ def test_a_factory_with_a_device_gets_the_process_own(tmp_path, monkeypatch):
     [
         ("raise OSError('no such model')", "config.reward_fn mine.py:reward: no such model"),
         ("import no_such_module", "config.reward_fn mine.py:reward: No module named 'no_such_module'"),
+        ("1 / 0", "config.reward_fn mine.py:reward raised ZeroDivisionError: division by zero"),
         ("return 3", "must return a function f(images, prompts, metadata); it returned int"),
     ],
 )
 def test_a_reward_that_cannot_be_made_is_a_config_error(tmp_path, monkeypatch, body, says):
-    with pytest.raises(ConfigError, match=re.escape(says)):
+    with pytest.raises((ConfigError, RunFailure), match=re.escape(says)):
         reward_for(tmp_path, monkeypatch, f"def reward():\n    {body}\n")

@@ -60,7 +60,12 @@ def test_colorfulness_is_hasler_and_suesstrunks():
         ("hps_score", {"weights": "nowhere.pt"}, {}, 'weights "nowhere.pt": there is no such file'),
         ("aesthetic_score", {"haed": "x"}, {}, "do not fit aesthetic_score"),
         ("llava_bertscore", {"base_url": "localhost"}, {}, "base_url must be like"),
-        ("llava_bertscore", {"base_ulr": "http://x"}, {}, "unexpected keyword argument 'base_ulr'"),
+        (
+            "llava_bertscore",
+            {"base_ulr": "http://x"},
+            {},
+            "llava_bertscore: has no argument base_ulr; there are question, reference, .*base_url",
+        ),
         ("vlm_rating", {"api_key_env": "NO_SUCH_KEY"}, {}, "NO_SUCH_KEY"),
         ("vlm_rating", {"pattern": r"\d+"}, {}, r"must have the number in a group"),
         ("vlm_rating", {"pattern": "("}, {}, "is no regular expression"),
@@ -110,3 +115,10 @@ def test_naming_a_reward_loads_no_model_library():
         "assert not {'torch', 'open_clip', 'transformers', 'timm', 'openai', 'rapidocr'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_factory_that_needs_a_device_need_not_be_given_one():
+    def mine(device, strength=1):
+        pass
+
+    rewards.check_factory(mine, {}, "mine", ("a cat", {}))

@@ -42,7 +42,7 @@ def test_a_reward_that_is_no_finite_number_is_a_failed_sample():
         (3.0, r"shape \(\)"),
         (["good", "bad"], "not numbers"),
         ([[1], [1, 2]], "not numbers"),
-        (None, "not numbers"),
+        (None, "returned None"),
         (torch.zeros(2, dtype=torch.complex64), "not numbers"),
     ],
     ids=repr,

@@ -91,7 +91,7 @@ def test_the_config_names_components_with_their_arguments(tmp_path, monkeypatch)
         ([], "must be a list"),
         ({"reward_fn": "colorfulness"}, "must be a list"),
         ([{"weight": 1}], "an entry has reward_fn"),
-        ([{"reward_fn": "colorfulness", "wieght": 1}], "may have kwargs, label, normalize, weight"),
+        ([{"reward_fn": "colorfulness", "wieght": 1}], "may have kwargs, label, normalize, weight; got wieght"),
         ([{"reward_fn": "colorfulness", "weight": "much"}], "the weight of colorfulness must be a number; got 'much'"),
         ([{"reward_fn": "colorfulness", "weight": float("inf")}], "must be a number; got inf"),
         ([{"reward_fn": 5}], "reward_fn is a name"),

@@ -7,6 +7,7 @@ good fails for its own question only, with the reason.
 import base64
 import datetime
 import email.utils
+import logging
 import math
 import os
 import random
@@ -152,6 +153,9 @@ class ChatClient:
         self.connect_timeout, self.read_timeout, self.batch_timeout = connect_timeout, read_timeout, batch_timeout
         self.quality, self.max_tokens = quality, max_tokens
         self._last_problem = "none was answered"
+        self._noticed = -math.inf
+        for name in ("httpx", "httpx2"):  # which log every request as information
+            logging.getLogger(name).setLevel(logging.WARNING)
         self._client = openai.OpenAI(
             base_url=self.base_url,
             api_key=os.environ[api_key_env] if api_key_env else "none",
@@ -193,7 +197,6 @@ class ChatClient:
         import openai
 
         started = time.monotonic()
-        said = started
         while True:
             try:
                 return [entry.id for entry in self._client.models.list().data]
@@ -212,11 +215,14 @@ class ChatClient:
                     f"no vision-language server answers at {self.base_url} after {self.startup_timeout:g} s "
                     f"({reason}); start one first, for instance: {self.launch_line()}"
                 )
-            if time.monotonic() - said >= 30:
-                said = time.monotonic()
-                if os.environ.get("RANK", "0") == "0":
-                    print(f"waiting for a vision-language server at {self.base_url} ({reason})", flush=True)
+            self._notice(f"waiting for a vision-language server at {self.base_url} ({reason})")
             time.sleep(1)
+
+    def _notice(self, line: str) -> None:
+        """Print a line, of the first process and every 30 seconds at most."""
+        if time.monotonic() - self._noticed >= 30 and os.environ.get("RANK", "0") == "0":
+            self._noticed = time.monotonic()
+            print(line, flush=True)
 
     def launch_line(self) -> str:
         """A command that would serve the model where this client looks for it."""
@@ -278,7 +284,8 @@ class ChatClient:
                     raise RequestFailed(self._refused(error.status_code)) from error
                 reason = f"HTTP {error.status_code} from {self.base_url}: {_one_line(error.message)}"
                 if not _is_retried(error.status_code):
-                    raise RequestFailed(reason) from error
+                    hint = "" if self.base_url.endswith("/v1") else " (should base_url end in /v1?)"
+                    raise RequestFailed(reason + hint * (error.status_code == 404)) from error
                 wait = _retry_after(error.response.headers.get("retry-after"))
             except openai.APIConnectionError as error:
                 reason = f"{_connection_problem(error)} at {self.base_url}"
@@ -286,6 +293,7 @@ class ChatClient:
                 said = f"{type(error).__name__}: {error}"
                 raise RequestFailed(f"unreadable reply from {self.base_url} ({_one_line(said)})") from error
             self._last_problem = reason
+            self._notice(f"a question will be asked again: {reason}")
             if tries < self.max_tries:
                 jittered = self.backoff * 2 ** (tries - 1) * self._jitter.uniform(0.75, 1.25)
                 left = max(0.0, deadline - time.monotonic())

@@ -1,0 +1,319 @@
+"""What can go wrong in a run, each put into a real run of the embedded model: how it ends, what it says, what is left."""
+
+import contextlib
+import random
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, command_for, launch, read_metrics
+from test_train import assert_same_checkpoint
+
+from ddpo_pytorch.checkpoints import problem_of
+
+pytestmark = pytest.mark.slow
+
+TINY = str(ROOT / "config" / "tiny.py")
+SHORT = [
+    "--config.log_with=",
+    "--config.sample.num_steps=2",
+    "--config.sample.batch_size=4",
+    "--config.sample.num_batches_per_epoch=1",
+    "--config.train.batch_size=4",
+    "--config.num_epochs=3",
+    "--config.save_freq=1",
+    "--config.num_checkpoint_limit=2",
+    "--config.run_name=test",
+    "--config.prompt_fn_kwargs={}",
+    "--config.prompt_fn=simple_animals",
+]
+REWARDS = """
+import os, time
+RANK = os.environ.get("RANK", "0")
+calls = 0
+def reward(kind, rank="0"):
+    def f(images, prompts, metadata):
+        global calls
+        calls += 1
+        plain = [float(i) for i in range(len(prompts))]
+        if calls < 2 or RANK != rank:
+            return plain
+        if kind == "raises": raise RuntimeError("the scorer fell over")
+        if kind == "leaves": raise SystemExit(0)
+        if kind == "shape": return images.mean((2, 3))
+        if kind == "text": return ["good"] * len(prompts)
+        if kind == "nan": return [float("nan")] * len(prompts)
+        if kind == "one-nan": return [float("nan"), *plain[1:]]
+        if kind == "sleeps": time.sleep(3600)
+        if kind == "equal": return [7] * len(prompts)
+    return f
+"""
+
+
+def fault(name, *more, rank=0, epoch=1):
+    kwargs = {"fault": name, "rank": rank, "epoch": epoch}
+    options = [f"--config.prompt_fn_kwargs.{key}={value}" for key, value in kwargs.items()]
+    return ["--config.prompt_fn=fault_injection.py:prompt_fn", *options, *more]
+
+
+def reward(kind, *more, rank=0):
+    names = ["--config.reward_fn=faulty_rewards.py:reward", f"--config.reward_fn_kwargs.kind={kind}"]
+    return [*names, f"--config.reward_fn_kwargs.rank='{rank}'", *more]
+
+
+@dataclass
+class Row:
+    """One fault.
+
+    Attributes:
+        says: regular expressions, each in what is printed.
+        left: numbers of the checkpoints on disk afterwards, all of them whole; None: not even a folder for the run.
+    """
+
+    arguments: list[str]
+    code: int
+    says: list[str]
+    left: set[int] | None = None
+    processes: int = 1
+    never: list[str] = field(default_factory=list)
+
+
+NO_ERROR = ["error: ", "Traceback"]
+# fmt: off
+TABLE = {
+    # --- what a config can say, before anything is loaded
+    "unknown option": Row(["--config.train.lr=1"], 1, ['error: unknown option config.train.lr']),
+    "unknown option in the file": Row(["--config=unknown.py"], 1, ['unknown option config.train.batchsize.*"train.batch_size"']),
+    "wrong type": Row(["--config.seed=1.5"], 1, ["config.seed must be a whole number.*got 1.5"]),
+    "wrong type in the file": Row(["--config=wrong_type.py"], 1, ["config.use_lora must be True or False; got 'yes'"]),
+    "no such config file": Row(["--config=nowhere.py"], 1, ['there is no file "nowhere.py"']),
+    "batches do not fit": Row(["--config.train.batch_size=3"], 1, [r"sample.batch_size \(4\) must be a multiple of"]),
+    "nothing to compare with": Row(["--config.sample.batch_size=1", "--config.train.batch_size=1"], 1, ["one sample per epoch"]),
+    "no noise": Row(["--config.sample.eta=0"], 1, ["config.sample.eta must be"]),
+    "training without guidance": Row(["--config.train.cfg=False"], 1, ["train.cfg is False while"]),
+    "no step to train on": Row(["--config.train.timestep_fraction=0.1"], 1, ["leaves no step to train on"]),
+    "no such prompt file": Row(["--config.prompt_fn=from_file", "--config.prompt_fn_kwargs.path=no.txt"], 1, ['no prompt file "no.txt"']),
+    "prompt function raises at once": Row(fault("prompt-error", epoch="'x'"), 1, ["config.prompt_fn .* raised TypeError"]),
+    "no such reward": Row(["--config.reward_fn=jpeg"], 1, ['config.reward_fn "jpeg" is no function of']),
+    "reward arguments": Row(["--config.reward_fn_kwargs.x=1"], 1, ["do not fit jpeg_compressibility"]),
+    "component of a sum": Row(["--config.reward_fn=weighted_sum", "--config.reward_fn_kwargs={'components': [{'reward_fn': 'x'}]}"], 1, ['"x" is no function']),
+    "key not set": Row(["--config.reward_fn=vlm_rating", "--config.reward_fn_kwargs.api_key_env=NO_KEY"], 1, ["'NO_KEY', which is not set"]),
+    "no server": Row(["--config.reward_fn=vlm_rating", "--config.reward_fn_kwargs.base_url=http://127.0.0.1:9/v1", "--config.reward_fn_kwargs.startup_timeout=1"], 1, ["no vision-language server answers.*vllm serve"]),
+    "fp16 on a CPU": Row(["--config.mixed_precision=fp16"], 1, ['"fp16" needs a CUDA GPU']),
+    "unknown tracker": Row(["--config.log_with=wandbb"], 1, ['"wandbb" is no tracker']),
+    "no such model": Row(["--config.pretrained.model=./nowhere"], 1, ['"./nowhere"']),
+    "no layer of that name": Row(["--config.lora.target_modules=('nothing',)"], 1, ["config.lora.target_modules .* do not fit"]),
+    "nothing to resume": Row(["--config.resume_from=nowhere"], 1, ['"nowhere": no checkpoint there']),
+    "resume without a name": Row(["--config.resume=auto", "--config.run_name="], 1, ["config.run_name, which must be set"]),
+    "the log folder is a file": Row(["--config.logdir=a_file"], 1, ['config.logdir "a_file": cannot make the folder']),
+
+    # --- rewards
+    "reward raises": Row(reward("raises"), 1, ["error: reward function faulty_rewards.py:reward failed with RuntimeError: the scorer fell over"], {1}),
+    "reward raises on one of two": Row(reward("raises", rank=1), 1, ["error: process 1: reward function .* the scorer fell over"], {1}, 2),
+    "reward ends the program": Row(reward("leaves"), 1, ["failed with SystemExit"], {1}),
+    "reward of a wrong shape": Row(reward("shape"), 1, [r"returned rewards of shape \(4, 3\)"], {1}),
+    "reward is text": Row(reward("text"), 1, ["returned what are not numbers"], {1}),
+    "all rewards fail": Row(reward("nan"), 1, ["failed for 4 of 4 samples.*max_failed_fraction 0.1: 4 x it returned nan"], {1}),
+    "few rewards fail": Row(reward("one-nan", "--config.max_failed_fraction=0.3"), 0, ["25.0% failed", "finished"], {2, 3}, never=NO_ERROR),
+    "all rewards equal": Row(reward("equal"), 0, [r"reward 7 \+- 0", "all rewards of this epoch are equal", "finished"], {2, 3}, never=NO_ERROR),
+    "reward sleeps for ever": Row(reward("sleeps", "--config.reward_timeout=1"), 1, ["took longer than config.reward_timeout, 1 s"], {1}),
+    "reward sleeps on one of two": Row(reward("sleeps", "--config.reward_timeout=1", rank=1), 1, ["process 1: reward function .* took longer"], {1}, 2),
+
+    # --- prompts, sampling, training
+    "prompts end": Row(fault("prompt-error"), 1, ["error: prompt function .* failed with LookupError: the prompts are gone"], {1}),
+    "prompts end on one of two": Row(fault("prompt-error", rank=1), 1, ["error: process 1: prompt function .* LookupError: the prompts are gone"], {1}, 2),
+    "prompt function ends the program": Row(fault("leave"), 1, ["failed with SystemExit: 0"], {1}),
+    "noise prediction is never finite": Row(fault("noise-always"), 1, ["failed for 1 of 4 samples.*1 x the picture is not finite"], {1}),
+    "noise prediction is not finite once": Row(fault("noise-once", "--config.max_failed_fraction=0.3"), 0, ["25.0% failed", "finished"], {2, 3}, never=NO_ERROR),
+    "one gradient is not finite": Row(fault("gradients-once"), 0, ["1 updates skipped", "finished"], {2, 3}, never=NO_ERROR),
+    "gradients are never finite": Row(fault("gradients-always", "--config.train.max_skipped_steps=2"), 1, ["2 updates in a row were skipped .*first because the loss of 2 of 2 micro-batches was nan"], {1, 2}),
+    "training fails": Row(fault("training-error"), 1, ["ArithmeticError: the loss is odd"], {1}),
+    "training fails on one of two": Row(fault("training-error", rank=1), 1, ["ArithmeticError: the loss is odd"], {1}, 2),
+    "out of memory": Row(fault("out-of-memory"), 1, ["OutOfMemoryError: CUDA out of memory"], {1}),
+    "out of memory on one of two": Row(fault("out-of-memory", rank=1), 1, ["OutOfMemoryError: CUDA out of memory"], {1}, 2),
+    "one of two is stuck": Row(fault("stuck", "--config.timeout_minutes=0.2", "--config.reward_timeout=5", rank=1), 1, [r"error: waited [\d.]+ minutes \(config.timeout_minutes\) for process 1, which is at epoch 1: training"], {1}, 2),
+    "log-probs differ": Row(fault("other-log-probs"), 0, ["warning: the log-probs of unchanged weights differ by 1.0e-03", "finished"], {2, 3}),
+    "a whole UNet at a LoRA's rate": Row(["--config.use_lora=False", "--config.train.learning_rate=3e-4", "--config.num_epochs=1"], 0, ["warning: train.learning_rate 0.0003 with use_lora False"], {1}),
+
+    # --- saving
+    "weights are not finite": Row(fault("not-finite-weights"), 1, ["trained tensors are not finite, first"], {1}),
+    "weights differ between two": Row(fault("diverging", rank=1), 1, ["the processes' trained weights differ"], {1}, 2),
+    "the disk is full for weights": Row(fault("disk-weights"), 1, ["cannot write the checkpoint .*checkpoint_2: .*No space left.*older ones are as they were"], {1}),
+    "the disk is full for the optimizer": Row(fault("disk-optimizer"), 1, ["cannot write the checkpoint .*checkpoint_2: .*No space left"], {1}),
+    "the disk is full on two": Row(fault("disk-optimizer"), 1, ["cannot write the checkpoint .*checkpoint_2"], {1}, 2),
+    "the disk is full for metrics": Row(fault("disk-metrics"), 1, ["No space left on device"], {1}),
+
+    # --- signals; between saves the last complete epoch is kept and written
+    "SIGTERM while sampling": Row(fault("term-sampling", "--config.save_freq=0"), 143, ["state after 1 epochs is saved", "ended by SIGTERM"], {1}),
+    "SIGTERM while training": Row(fault("term-training", "--config.save_freq=0"), 143, ["state after 1 epochs is saved", "ended by SIGTERM"], {1}),
+    "SIGTERM while writing": Row(fault("term-writing"), 143, ["state after 2 epochs is saved", "ended by SIGTERM"], {1, 2}),
+    "SIGINT while training": Row(fault("int-training", "--config.save_freq=0"), 130, ["state after 1 epochs is saved", "ended by SIGINT"], {1}),
+    "SIGTERM in the first epoch": Row(fault("term-training", epoch=0), 143, ["ended by SIGTERM"], set()),
+    "failure between saves": Row(fault("training-error", "--config.save_freq=0"), 1, ["state after 1 epochs is saved"], {1}),
+}
+# fmt: on
+FILES = {
+    "faulty_rewards.py": REWARDS,
+    "unknown.py": f"import runpy\ndef get_config():\n    c = runpy.run_path({TINY!r})['get_config']()\n"
+    "    c.train.batchsize = 3\n    return c\n",
+    "wrong_type.py": f"import runpy\ndef get_config():\n    c = runpy.run_path({TINY!r})['get_config']()\n"
+    "    with c.ignore_type():\n        c.use_lora = 'yes'\n    return c\n",
+    "a_file": "",
+}
+
+
+def prepare(folder: Path) -> None:
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    shutil.copy(ROOT / "tests" / "fault_injection.py", folder)
+
+
+def run(folder: Path, arguments: list[str], processes: int = 1):
+    spec = [] if any(a.startswith("--config=") for a in arguments) else [f"--config={TINY}"]
+    return launch([*spec, *SHORT, *arguments], folder, processes, timeout=240, HF_HUB_OFFLINE="1")
+
+
+def checkpoints_in(folder: Path) -> set[int] | None:
+    """Numbers of the run's checkpoints, after a look at each; None if there is no run."""
+    runs = list((folder / "logs").iterdir()) if (folder / "logs").is_dir() else []
+    if not runs:
+        return None
+    [run_folder] = runs
+    found = [path for path in (run_folder / "checkpoints").glob("*") if not path.name.startswith(".deleting")]
+    assert all(problem_of(path) is None for path in found), found
+    return {int(path.name.removeprefix("checkpoint_")) for path in found}
+
+
+@pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
+def test_a_fault_has_its_outcome(tmp_path, row):
+    prepare(tmp_path)
+    result = run(tmp_path, row.arguments, row.processes)
+    output = result.stdout + result.stderr
+    # torchrun has one code for whatever its processes end with.
+    assert result.returncode == row.code or (row.processes > 1 and result.returncode == 1 == min(row.code, 1)), output
+    for pattern in row.says:
+        assert re.search(pattern, output), f"{pattern!r} is not in\n{output}"
+    for text in row.never:
+        assert text not in result.stderr
+    assert checkpoints_in(tmp_path) == row.left, output
+
+
+def test_the_readme_has_every_row_with_its_outcome():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(TABLE) >= 40
+    for name, row in TABLE.items():
+        assert re.search(rf"^\| {re.escape(name)} \| {row.code} \| ", readme, flags=re.MULTILINE), name
+
+
+# --- kill -9, then the same command with resume_from: as if nothing had happened
+
+
+def final_weights(folder: Path) -> bytes:
+    [file] = folder.glob("logs/*/checkpoints/checkpoint_3/*.safetensors")
+    return file.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    prepare(folder)
+    result = run(folder, fault("", "--config.num_checkpoint_limit=1"))
+    assert result.returncode == 0, result.stderr
+    return final_weights(folder), [
+        line for line in read_metrics(next((folder / "logs").iterdir())) if "reward" in line or "loss" in line
+    ]
+
+
+@pytest.mark.parametrize("where", ["kill-sampling", "kill-training", "kill-writing", "kill-pruning"])
+def test_after_kill_9_the_same_command_continues_bit_for_bit(tmp_path, undisturbed, where):
+    prepare(tmp_path)
+    arguments = fault(where, "--config.num_checkpoint_limit=1", "--config.resume=auto")
+    assert run(tmp_path, arguments).returncode == -9
+    left = list(tmp_path.glob("logs/*/checkpoints/checkpoint_*"))
+    assert left, "a whole checkpoint is there at any moment"
+    again = fault("", "--config.num_checkpoint_limit=1", "--config.resume=auto")
+    result = run(tmp_path, again)
+    assert result.returncode == 0 and "resumed:           after" in result.stdout, result.stderr
+    weights, lines = undisturbed
+    assert final_weights(tmp_path) == weights
+    [folder] = (tmp_path / "logs").iterdir()
+    assert [line for line in read_metrics(folder) if "reward" in line or "loss" in line] == lines
+    assert {p.name for p in (folder / "checkpoints").iterdir()} == {"checkpoint_3"}
+    # And once more: there is nothing left to do, which is no error.
+    result = run(tmp_path, again)
+    assert result.returncode == 0 and "has 3 epochs already" in result.stdout and not result.stderr.count("error")
+
+
+def test_twenty_kills_at_random_moments_change_nothing(tmp_path):
+    """One run of six epochs, killed again and again wherever it happens to be, and started by the same line."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    arguments = ["--config.resume=auto", "--config.num_epochs=6", "--config.num_checkpoint_limit=1"]
+    for folder in (straight, killed):
+        folder.mkdir()
+        prepare(folder)
+    assert run(straight, arguments).returncode == 0
+    generator = random.Random(20)
+    command, options = command_for([f"--config={TINY}", *SHORT, *arguments], killed)
+    kills = 0
+    while kills < 20:
+        process = subprocess.Popen(command, **options)
+        # Most of the first seconds go into imports; a long life now and then lets it get on.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=generator.choice([3, 6, 7, 8, 9]) + generator.random())
+        if process.poll() is not None:
+            assert process.returncode == 0  # complete before it could be killed often enough
+            [last] = killed.glob("logs/*/checkpoints/checkpoint_6")
+            shutil.rmtree(last.parent.parent)  # once more from the start
+            continue
+        process.kill()
+        process.communicate()
+        kills += 1
+    assert run(killed, arguments).returncode == 0
+    files = [next(folder.glob("logs/*/checkpoints/checkpoint_6/*.safetensors")) for folder in (straight, killed)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    "options, processes",
+    [
+        (["--config.save_freq=2"], 1),
+        (["--config.save_freq=0"], 2),
+        (["--config.save_freq=5", "--config.use_lora=False", "--config.train.learning_rate=1e-5"], 1),
+        (["--config.save_freq=1", "--config.mixed_precision=bf16"], 2),
+    ],
+    ids=["every-second", "off-two", "every-fifth-full", "bf16-two"],
+)
+def test_three_resumes_in_a_row_change_nothing(tmp_path, options, processes):
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    for folder in (straight, resumed):
+        folder.mkdir()
+        prepare(folder)
+    assert run(straight, [*options, "--config.num_epochs=4"], processes).returncode == 0
+    for epochs in (1, 2, 3, 4):
+        result = run(resumed, [*options, f"--config.num_epochs={epochs}", "--config.resume=auto"], processes)
+        assert result.returncode == 0, result.stderr
+    ends = [next(folder.glob("logs/*/checkpoints/checkpoint_4")) for folder in (straight, resumed)]
+    assert_same_checkpoint(*ends)
+    assert read_metrics(ends[0].parents[1]) == read_metrics(ends[1].parents[1])
+
+
+def test_resuming_with_another_number_of_processes_is_said(tmp_path):
+    prepare(tmp_path)
+    assert run(tmp_path, ["--config.num_epochs=1", "--config.resume=auto"]).returncode == 0
+    result = run(tmp_path, ["--config.num_epochs=2", "--config.resume=auto"], processes=2)
+    assert result.returncode == 0, result.stderr
+    assert "after 1 epochs, which 1 process ran: other prompts and noise are drawn now" in result.stdout
+
+
+def test_a_torn_newest_checkpoint_is_skipped_and_said(tmp_path):
+    prepare(tmp_path)
+    assert run(tmp_path, ["--config.num_epochs=2", "--config.resume=auto"]).returncode == 0
+    [newest] = tmp_path.glob("logs/*/checkpoints/checkpoint_2")
+    (newest / "optimizer.pt").write_bytes(b"torn")
+    result = run(tmp_path, ["--config.num_epochs=3", "--config.resume=auto"])
+    assert result.returncode == 0 and "after 1 epochs" in result.stdout, result.stderr
+    assert re.search("warning: .*checkpoint_2 is not whole: optimizer.pt has 4 bytes of", result.stdout)
+    assert problem_of(newest) is None
