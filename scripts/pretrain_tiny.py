@@ -175,7 +175,7 @@ def load_checkpoint(path: Path, parts: dict) -> int:
     """Restores `parts`, if there is a checkpoint, and returns the step to go on from."""
     if not path.exists():
         return 0
-    state = torch.load(path)
+    state = torch.load(path, weights_only=True)
     for name, part in parts.items():
         part.load_state_dict(state[name])
     return state["step"]
@@ -277,7 +277,7 @@ def pool_latents(args: argparse.Namespace) -> torch.Tensor:
     path = args.work / "latents.pt"
     if not path.exists():
         torch.save(encode(load_vae(args.work), load_pool(args.work / "pool.npy")).half(), path)
-    return torch.load(path)
+    return torch.load(path, weights_only=True)
 
 
 def degrade(images: torch.Tensor) -> torch.Tensor:

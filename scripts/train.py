@@ -223,6 +223,7 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
                 )
                 position = {"epoch": epoch, "inner_epoch": inner_epoch, "learning_rate": learning_rate}
                 log.log({**result.statistics, **position}, step=global_step)
+                last_step = global_step  # a skipped update is none, so the next one has its number
                 global_step += not result.skipped
                 results.append(result)
                 skipped_steps.count(result)
@@ -267,7 +268,7 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
             "time/train_s": trained - reported,
             "time/epoch_s": time.perf_counter() - started,
         }
-        log.log(epoch_metrics, step=max(0, global_step - 1))
+        log.log(epoch_metrics, step=last_step)
         accelerator.print(metrics.summary({**reward_metrics, **epoch_metrics}), flush=True)
 
     workers.close()

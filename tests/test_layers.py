@@ -76,3 +76,18 @@ def test_imports_point_down(path):
 def test_what_a_module_must_not_know_of(name, foreign):
     path = ROOT / "ddpo_pytorch" / f"{name.replace('.', '/')}.py"
     assert not {module.split(".")[0] for module in imported(path) if module} & foreign
+
+
+SOURCES = [path for folder in ("ddpo_pytorch", "scripts", "config") for path in (ROOT / folder).rglob("*.py")]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_nothing_reads_a_pickle_or_runs_code_from_a_hub(path):
+    source = path.read_text()
+    foreign = {"pickle", "dill", "joblib", "shelve", "marshal"}
+    assert not {module.split(".")[0] for module in imported(path) if module} & foreign
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            assert given.get("weights_only") == "True", ast.unparse(node)
+    assert "trust_remote_code" not in source and "allow_pickle" not in source

@@ -85,6 +85,31 @@ def test_bf16_log_probs_in_training_are_exactly_those_of_sampling(random_sd, use
         assert log_prob.requires_grad and torch.equal(log_prob.detach(), batch.old_log_probs)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("guidance_scale", [0.5, 1.0, 5.0])
+@pytest.mark.parametrize("use_lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "compiled"])
+def test_the_ratio_is_exactly_one_before_the_first_update(random_sd, dtype, guidance_scale, use_lora, is_compiled):
+    """Whatever the precision, guidance, what is trained, and compiled or not (by tracing alone: the same kernels)."""
+    pipeline = load(random_sd)
+    unet = pipeline.unet
+    policy.make_trainable(unet, use_lora, 4, ATTENTION, dtype or torch.float32)
+    with torch.no_grad():  # a LoRA that does something
+        for p in policy.trainable_parameters(unet):
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    if dtype is not None:
+        unet.forward = torch.autocast("cpu", dtype=dtype)(unet.forward)
+    called = torch.compile(unet, backend="aot_eager") if is_compiled else unet
+    torch._dynamo.reset()
+    model = policy.make_policy(pipeline, called, pipeline.scheduler, guidance_scale, 1.0)
+    _, trajectories = model.sample(["cat", "dog"], torch.Generator().manual_seed(0))
+    for j in range(trajectories.num_steps):
+        batch = take(trajectories, torch.ones(2), torch.arange(2), torch.full((2,), j))
+        log_prob = model.log_prob(batch)
+        assert log_prob.requires_grad and log_prob.isfinite().all()
+        assert torch.equal(log_prob.detach(), batch.old_log_probs)
+
+
 def test_samples_are_images_and_the_steps_that_made_them(random_sd):
     pipeline = load(random_sd, num_steps=4)
     model = policy.make_policy(pipeline, pipeline.unet, pipeline.scheduler, 5.0, 1.0)

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+import wandb_file
 from conftest import ROOT, SMALL_RUN, command_for, launch, read_metrics, run_folder, save_random_sd, train
 from diffusers import StableDiffusionPipeline
 from PIL import Image
@@ -223,6 +224,13 @@ def test_wandb_goes_offline_by_itself_and_a_resumed_run_is_the_same_run(tmp_path
     files = list((folder / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2 and len({file.name for file in files}) == 1
     assert read_state(folder / "checkpoints" / "checkpoint_2").tracker_run_ids["wandb"] in files[0].name
+    # Read back: one continuous run, no point lost, no step smaller than the one before, the same numbers.
+    points = [point for file in sorted(files) for point in wandb_file.history(file)]
+    lines = [line for line in read_metrics(folder) if "loss" in line]
+    assert [point["_step"] for point in points] == list(range(len(lines))) == [line["step"] for line in lines]
+    assert [point["loss"] for point in points] == [line["loss"] for line in lines]
+    assert [point["epoch"] for point in points if "reward_mean" in point] == [0, 1]
+    assert [point["epoch"] for point in points if "policy/logp_gap" in point] == [0, 1]
     pictures = list((folder / "wandb").glob("offline-run-*/files/media/images/images_*.png"))
     assert len(pictures) == 2 * 16
     assert all(line["reward"][7] is None for line in read_metrics(folder) if "reward" in line)

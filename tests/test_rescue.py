@@ -1,0 +1,78 @@
+"""How a process that is told to end does so; in processes of their own."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+HEAD = """
+import sys, time, types
+from pathlib import Path
+from ddpo_pytorch import rescue
+from ddpo_pytorch.exits import *
+
+class State: epoch = 3
+class Snapshot: state = State()
+def save_checkpoint(folder, snapshot, limit):
+    (folder / "saved").write_text(str(limit))
+    return folder / "saved"
+checkpoints = types.SimpleNamespace(save_checkpoint=save_checkpoint)  # the real one takes seconds to import
+sys.modules["ddpo_pytorch.checkpoints"] = checkpoints
+lifeline = rescue.Rescue()
+lifeline.keep(Snapshot(), Path(sys.argv[1]), 5)
+"""
+
+
+def ended(tmp_path, body, number=None):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HEAD + body, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if number is not None:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+    started = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors, time.monotonic() - started
+
+
+BUSY = """
+try:
+    rescue.end_on_signals(lifeline, grace=1.0)
+    print("ready", flush=True)
+    {work}
+except BaseException as error:
+    lifeline.end(error)
+"""
+SLEEP = "time.sleep(3600)"
+# Signals are handled between two instructions of Python; a power of large numbers is one.
+HANG = "pow(3, 10**9)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("work", [SLEEP, HANG], ids=["sleeps", "hangs-in-C"])
+def test_a_signal_ends_the_process_with_its_code_and_the_state_on_disk(tmp_path, number, work):
+    code, errors, seconds = ended(tmp_path, BUSY.format(work=work), number)
+    assert code == 128 + number and seconds < 15
+    assert (tmp_path / "saved").read_text() == "5"
+    assert "the state after 3 epochs is saved" in errors and f"ended by {number.name}" in errors
+
+
+def test_any_failure_keeps_the_state_but_for_one_of_the_model(tmp_path):
+    assert ended(tmp_path, "lifeline.end(RunFailure('no server'))")[0] == 1
+    assert (tmp_path / "saved").exists()
+    (tmp_path / "saved").unlink()
+    assert ended(tmp_path, "lifeline.end(ModelFailure('not finite'))")[0] == 1
+    assert not (tmp_path / "saved").exists()
+
+
+def test_what_is_on_disk_already_is_not_written_again_and_a_full_disk_is_said(tmp_path):
+    ended(tmp_path, "lifeline.forget(); lifeline.end(RunFailure('x'))")
+    assert not (tmp_path / "saved").exists()
+    failing = "def full(*_): raise OSError(28, 'No space left')\ncheckpoints.save_checkpoint = full\n"
+    code, errors, _ = ended(tmp_path, failing + "lifeline.end(Stopped(15))")
+    assert code == 143 and "could not be saved: [Errno 28] No space left" in errors
