@@ -1,6 +1,7 @@
 """Faults for `--config.prompt_fn=fault_injection.py:prompt_fn`, put into a run while it draws its prompts.
 
-Prompts are drawn once on trial, by the plan, and then at the start of every epoch: that is when a fault is put in place.
+Prompts are drawn once on trial, by the plan, and then at the start of every epoch: that is when a fault is put in
+place.
 """
 
 import os

@@ -362,3 +362,40 @@ def test_planning_needs_no_torch():
         "sys.exit(any(m in sys.modules for m in ('torch', 'diffusers', 'accelerate')))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "section, key, says",
+    [
+        ("train", "batchsize", 'config.train.batchsize; did you mean "train.batch_size"'),
+        ("", "num_epoch", 'config.num_epoch; did you mean "num_epochs"'),
+        ("sample", "zzz", "config.sample.zzz; there are: "),
+    ],
+)
+def test_an_option_of_a_file_that_does_not_exist_is_refused_with_the_nearest(section, key, says):
+    config = load_config(BASE)
+    with config.unlocked():
+        (config[section] if section else config)[key] = 1
+    with pytest.raises(ConfigError, match=f"unknown option {says}"):
+        make_plan(config, 1)
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--config.resume=auto"], "finds a run by config.run_name, which must be set"),
+        (["--config.resume=auto", "--config.run_name=a", "--config.resume_from=b"], "resume_from must be empty"),
+        (["--config.resume=yes"], 'config.resume must be text, "" or "auto"; got \'yes\''),
+        (["--config.reward_timeout=120", "--config.timeout_minutes=2"], "must be less than config.timeout_minutes"),
+    ],
+)
+def test_what_cannot_go_together_is_refused(arguments, says):
+    with pytest.raises(ConfigError, match=says):
+        plan_with(*arguments)
+
+
+def test_a_whole_unet_at_a_loras_rate_is_warned_about():
+    [warning] = plan_with("--config.use_lora=False").warnings
+    assert "0.0003 with use_lora False" in warning and "1e-5" in warning
+    assert plan_with("--config.use_lora=False", "--config.train.learning_rate=1e-5").warnings == ()
+    assert plan_with().warnings == ()
