@@ -369,7 +369,7 @@ def test_planning_needs_no_torch():
     [
         ("train", "batchsize", 'config.train.batchsize; did you mean "train.batch_size"'),
         ("", "num_epoch", 'config.num_epoch; did you mean "num_epochs"'),
-        ("sample", "zzz", "config.sample.zzz; there are: "),
+        ("sample", "steps", 'config.sample.steps; did you mean "sample.num_steps"'),
     ],
 )
 def test_an_option_of_a_file_that_does_not_exist_is_refused_with_the_nearest(section, key, says):
