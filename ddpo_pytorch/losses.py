@@ -41,7 +41,7 @@ def ppo_clipped_loss(
     clipped_loss = -advantages * ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
     loss = torch.maximum(unclipped_loss, clipped_loss).mean()
     with torch.no_grad():
-        total = difference.double() * num_dims
+        total = difference.float() * num_dims
         statistics = {
             "loss": loss.detach(),
             "approx_kl": 0.5 * (difference**2).mean(),

@@ -144,7 +144,7 @@ def optimizer_step(
                 before_sync()
             accelerator.backward(loss / num_micro_batches)
         statistics["logp_gap_timestep"] = batch.timesteps[statistics.pop("logp_gap_index")]
-        collected.append(torch.stack([value.double() for value in statistics.values()]))
+        collected.append(torch.stack([value.float() for value in statistics.values()]))
         names = list(statistics)
     assert len(collected) == num_micro_batches
 
@@ -161,7 +161,7 @@ def optimizer_step(
     else:
         skipped = True
     # (processes, micro-batches, statistics)
-    gathered = accelerator.gather(torch.stack(collected)[None]).cpu()
+    gathered = accelerator.gather(torch.stack(collected)[None]).cpu().double()
     by_name = dict(zip(names, gathered.unbind(-1), strict=True))
     cause = _cause_of_skip(by_name["loss"], policy.unet, grad_norm) if skipped else None
     optimizer.zero_grad(set_to_none=True)

@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 import subprocess
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -136,6 +137,7 @@ TABLE = {
     "out of memory on one of two": Row(fault("out-of-memory", rank=1), 1, ["OutOfMemoryError: CUDA out of memory"], {1}, 2),
     "one of two is stuck": Row(fault("stuck", "--config.timeout_minutes=0.2", "--config.reward_timeout=5", rank=1), 1, [r"error: waited [\d.]+ minutes \(config.timeout_minutes\) for process 1, which is at epoch 1: training"], {1}, 2),
     "log-probs differ": Row(fault("other-log-probs"), 0, ["warning: the log-probs of unchanged weights differ by 1.0e-03", "finished"], {2, 3}),
+    "log-probs differ and are recomputed": Row(fault("other-log-probs", "--config.train.recompute_log_probs=True"), 0, ["logp_gap 0.0e\\+00", "finished"], {2, 3}, never=[*NO_ERROR, "warning: the log-probs"]),
     "a whole UNet at a LoRA's rate": Row(["--config.use_lora=False", "--config.train.learning_rate=3e-4", "--config.num_epochs=1"], 0, ["warning: train.learning_rate 0.0003 with use_lora False"], {1}),
 
     # --- saving
@@ -306,6 +308,36 @@ def test_resuming_with_another_number_of_processes_is_said(tmp_path):
     result = run(tmp_path, ["--config.num_epochs=2", "--config.resume=auto"], processes=2)
     assert result.returncode == 0, result.stderr
     assert "after 1 epochs, which 1 process ran: other prompts and noise are drawn now" in result.stdout
+
+
+def test_target_kl_leaves_out_the_rest_of_an_epochs_updates(tmp_path):
+    prepare(tmp_path)
+    result = run(
+        tmp_path, ["--config.train.num_inner_epochs=4", "--config.train.target_kl=1e-7", "--config.num_epochs=1"]
+    )
+    assert result.returncode == 0, result.stderr
+    [folder] = (tmp_path / "logs").iterdir()
+    updates = [line for line in read_metrics(folder) if "loss" in line]
+    # The first finds the policy that sampled, the second one that moved; two of four are left out.
+    assert [line["policy/kl_nats"] > 1e-7 for line in updates] == [False, True]
+    assert [line["policy/updates"] for line in read_metrics(folder) if "policy/updates" in line] == [2]
+
+
+def test_sigterm_to_two_processes_leaves_the_last_complete_epoch(tmp_path):
+    prepare(tmp_path)
+    arguments = ["--config.num_epochs=1000", "--config.save_freq=0", "--config.num_log_images=0"]
+    command, options = command_for([f"--config={TINY}", *SHORT, *arguments], tmp_path, num_processes=2)
+    process = subprocess.Popen(command, **options)
+    deadline = time.monotonic() + 120
+    while not any('"epoch": 2' in file.read_text() for file in tmp_path.glob("logs/*/metrics.jsonl")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    started = time.monotonic()
+    process.terminate()
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode != 0 and time.monotonic() - started < 30
+    [epochs] = checkpoints_in(tmp_path)
+    assert epochs >= 2 and f"the state after {epochs} epochs is saved" in errors
 
 
 def test_a_torn_newest_checkpoint_is_skipped_and_said(tmp_path):
