@@ -13,6 +13,7 @@ import time
 from absl import app, flags
 from ml_collections import ConfigDict
 
+from ddpo_pytorch.exits import leave
 from ddpo_pytorch.named_functions import ConfigError
 from ddpo_pytorch.rescue import Rescue, end_on_signals
 from ddpo_pytorch.run_plan import RunPlan, apply_overrides, load_config, make_plan, split_overrides
@@ -283,6 +284,8 @@ def main(argv: list[str], overrides: list[tuple[str, str]]) -> None:
         run(*planned(argv, overrides), rescue)
     except BaseException as error:
         rescue.end(error)
+    # Taking down the interpreter under threads of torch and gloo aborted one in many runs that were complete.
+    leave(0)
 
 
 if __name__ == "__main__":
