@@ -105,32 +105,33 @@ class Phases:
             on_stuck: called in a thread of its own, while the main one waits in vain.
         """
         self.accelerator, self.timeout, self.on_stuck = accelerator, timeout, on_stuck
-        self._count, self._since = 0, time.monotonic()
+        self._place = (0, time.monotonic())  # how many phases were entered, and when the last one was
         if accelerator.num_processes > 1:
             threading.Thread(target=self._watch, daemon=True, name="phases").start()
 
     def enter(self, phase: str) -> None:
         """Say what this process does from now on."""
-        self._count, self._since = self._count + 1, time.monotonic()
+        self._place = (self._place[0] + 1, time.monotonic())
         if self.accelerator.num_processes > 1:
-            entry = json.dumps([self._count, phase])
+            entry = json.dumps([self._place[0], phase])
             _store().set(f"ddpo_pytorch/phase/{self.accelerator.process_index}", entry)
 
-    def behind(self) -> list[str]:
-        """The processes that have not come as far as this one, as "process 1, which is at epoch 3: sampling"."""
+    def behind(self, own_count: int) -> list[str]:
+        """The processes that have entered fewer phases, as "process 1, which is at epoch 3: sampling"."""
         found = []
         for rank in range(self.accelerator.num_processes):
             key = f"ddpo_pytorch/phase/{rank}"
             count, phase = json.loads(_store().get(key)) if _store().check([key]) else (0, "the start")
-            if count < self._count:
+            if count < own_count:
                 found.append(f"process {rank}, which is at {phase}")
         return found
 
     def _watch(self) -> None:
         while True:
             time.sleep(min(5.0, self.timeout / 4))
-            waited = time.monotonic() - self._since
-            if waited > self.timeout and (stuck := self.behind()):
+            place = self._place
+            waited = time.monotonic() - place[1]
+            if waited > self.timeout and (stuck := self.behind(place[0])) and self._place == place:
                 self.on_stuck(
                     RunFailure(
                         f"waited {waited / 60:.3g} minutes (config.timeout_minutes) for {' and for '.join(stuck)}"

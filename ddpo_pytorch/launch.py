@@ -173,6 +173,7 @@ def save_together(
         if accelerator.is_main_process:
             folder = run_folder / "checkpoints"
             snapshot = checkpoints.take_snapshot(unet, optimizer, state)
+            checkpoints.check_weights_finite(snapshot.weights)  # or it would replace a good state that is kept
             rescue.keep(snapshot, folder, num_checkpoint_limit)
             if is_due:
                 checkpoints.save_checkpoint(folder, snapshot, num_checkpoint_limit)

@@ -74,7 +74,17 @@ def end_on_signals(rescue: Rescue, grace: float = 10.0) -> None:
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)
 
     def raise_stopped(number: int, _: object) -> None:
+        for other in SIGNALS:  # a second one must not interrupt what the first sets in motion
+            signal.signal(other, signal.SIG_IGN)
         raise Stopped(number)
+
+    def forget_in_child() -> None:
+        # A forked child, a reward's pool for instance, shares the pipe: its own end is not this process's.
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=forget_in_child)
 
     for number in SIGNALS:
         signal.signal(number, raise_stopped)

@@ -76,3 +76,24 @@ def test_what_is_on_disk_already_is_not_written_again_and_a_full_disk_is_said(tm
     failing = "def full(*_): raise OSError(28, 'No space left')\ncheckpoints.save_checkpoint = full\n"
     code, errors, _ = ended(tmp_path, failing + "lifeline.end(Stopped(15))")
     assert code == 143 and "could not be saved: [Errno 28] No space left" in errors
+
+
+def test_a_forked_child_that_is_ended_does_not_end_its_parent(tmp_path):
+    """As a reward's multiprocessing pool does."""
+    body = """
+import os, signal
+rescue.end_on_signals(lifeline, grace=0.5)
+for number in (signal.SIGTERM, signal.SIGINT):
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    time.sleep(0.2)
+    os.kill(child, number)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == number
+time.sleep(1.5)
+lifeline.forget()
+leave(7)
+"""
+    code, errors, _ = ended(tmp_path, body)
+    assert code == 7 and errors == "" and not (tmp_path / "saved").exists()
