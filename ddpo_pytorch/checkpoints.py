@@ -138,17 +138,12 @@ def _digests(folder: Path) -> dict[str, list]:
     digests = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != STATE_FILE:
+            digest = hashlib.sha256()
             with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _sha256(file)
+                while block := file.read(2**20):
+                    digest.update(block)
             digests[path.relative_to(folder).as_posix()] = [path.stat().st_size, digest.hexdigest()]
     return digests
-
-
-def _sha256(file: Any) -> Any:  # what python 3.10 lacks
-    digest = hashlib.sha256()
-    while block := file.read(2**20):
-        digest.update(block)
-    return digest
 
 
 def save_checkpoint(folder: Path, snapshot: Snapshot, num_checkpoint_limit: int) -> Path:
