@@ -31,6 +31,7 @@ setup(
         "matplotlib",
         "inflect>=7",
         "tqdm",
+        "filelock",
         "open_clip_torch>=3.0",
     ],
     extras_require={

@@ -5,6 +5,7 @@
 digest of every other file. Random state is not among it, since random numbers are a function of (seed, epoch, process).
 """
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -50,7 +51,8 @@ class TrainingState:
     """A run's position. `run_name` and `tracker_run_ids` let a resumed run go on in the same folder and dashboards."""
 
     epoch: int  # epochs completed
-    global_step: int
+    global_step: int  # updates that were not skipped
+    log_step: int  # the step under which the next update is logged; skipped ones are counted, so that none share one
     run_name: str
     model: ModelIdentity
     stat_tracker: dict[str, list[float]] | None = None
@@ -173,15 +175,18 @@ def save_checkpoint(folder: Path, snapshot: Snapshot, num_checkpoint_limit: int)
         (aside / STATE_FILE).write_text(json.dumps(document, indent=1, default=str))
         for path in aside.rglob("*"):
             _flush(path)
-        if target.exists():  # left by a run that was resumed from before it
-            delete(target)
+        replaced = _set_aside(target) if target.exists() else None  # not a whole one; those of later epochs were moved
         aside.rename(target)
         _flush(folder)
     except (OSError, RuntimeError) as error:  # torch says RuntimeError for a full disk
         shutil.rmtree(aside, ignore_errors=True)
         raise RunFailure(f"cannot write the checkpoint {target}: {error}; older ones are as they were") from error
-    for old in list_checkpoints(folder)[:-num_checkpoint_limit]:
-        delete(old)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+    own = [path for path in list_checkpoints(folder) if (path / STATE_FILE).is_file()]
+    for old in own[:-num_checkpoint_limit]:
+        with contextlib.suppress(OSError):  # it stays; the new one is there, which is what matters
+            delete(old)
     return target
 
 
@@ -196,22 +201,32 @@ def _flush(path: Path) -> None:
 
 def delete(checkpoint: Path) -> None:
     """Remove a checkpoint so that it is never half there under its name."""
+    shutil.rmtree(_set_aside(checkpoint), ignore_errors=True)
+
+
+def _set_aside(checkpoint: Path) -> Path:
     aside = checkpoint.with_name(f".deleting_{checkpoint.name}")
     shutil.rmtree(aside, ignore_errors=True)
     checkpoint.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    return aside
 
 
 def problem_of(checkpoint: Path) -> str | None:
     """Why a checkpoint is not whole; None if it is. Reads all of it."""
     try:
-        document = json.loads((checkpoint / STATE_FILE).read_text())
-        recorded = document["files"]
         read_state(checkpoint)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        recorded = json.loads((checkpoint / STATE_FILE).read_text())["files"]
+        entries = [(name, size, digest) for name, (size, digest) in recorded.items()]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return f"{STATE_FILE} is not readable ({error})"
-    found = _digests(checkpoint)
-    for name, (size, digest) in recorded.items():
+    weights = [name for name in recorded if name.endswith((".safetensors", ".safetensors.index.json"))]
+    if OPTIMIZER_FILE not in recorded or not weights:
+        return f"{STATE_FILE} lists no weights or no {OPTIMIZER_FILE}"
+    try:
+        found = _digests(checkpoint)
+    except OSError as error:
+        return f"its files are not readable ({error})"
+    for name, size, digest in entries:
         if name not in found:
             return f"{name} is missing"
         if found[name][0] != size:
@@ -222,11 +237,11 @@ def problem_of(checkpoint: Path) -> str | None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder that have a state file, oldest first; other files and folders are passed over."""
+    """The folders named checkpoint_N in a folder, whole or not, oldest first; everything else is passed over."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = CHECKPOINT_NAME.fullmatch(path.name)
-        if match and (path / STATE_FILE).is_file():
+        if match and path.is_dir():
             found.append((int(match[1]), path))
     return [path for _, path in sorted(found)]
 
@@ -287,12 +302,22 @@ def find_checkpoint(resume_from: str) -> tuple[Path, list[str]]:
     )
 
 
-def find_run(logdir: str, run_name: str) -> Path | None:
-    """The newest run of this name that has a checkpoint to go on from; None if there is none."""
+def find_run(logdir: str, run_name: str) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint of the newest run of this name that has one; None if there is none.
+
+    Returns:
+        Its folder, and what was wrong with newer ones.
+    """
     name = re.compile(re.escape(run_name) + r"_\d{4}\.\d\d\.\d\d_\d\d\.\d\d\.\d\d")
     folder = Path(logdir)
     runs = [path for path in folder.iterdir() if name.fullmatch(path.name)] if folder.is_dir() else []
-    return next((run for run in sorted(runs, reverse=True) if newest_whole(run / "checkpoints")[0] is not None), None)
+    skipped: list[str] = []
+    for run in sorted(runs, reverse=True):
+        checkpoint, problems = newest_whole(run / "checkpoints")
+        skipped += problems
+        if checkpoint is not None:
+            return checkpoint, skipped
+    return None, skipped
 
 
 def read_state(checkpoint: Path) -> TrainingState:
@@ -304,36 +329,39 @@ def read_state(checkpoint: Path) -> TrainingState:
     try:
         values = json.loads((checkpoint / STATE_FILE).read_text())
         values.pop("files", None)
-        return TrainingState(**{**values, "model": ModelIdentity(**values["model"])})
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        state = TrainingState(**{**values, "model": ModelIdentity(**values["model"])})
+        if not all(isinstance(n, int) and n >= 0 for n in (state.epoch, state.global_step, state.log_step)):
+            raise ValueError("its epoch or steps are no numbers")
+        return state
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{checkpoint / STATE_FILE} is not a training state of this program: {error}") from error
-
-
-class RunIsComplete(Exception):
-    """The run that `resume = "auto"` found has all its epochs."""
 
 
 def find_resumed(
     resume_from: str, resume: str, logdir: str, run_name: str, num_epochs: int
 ) -> tuple[Path | None, TrainingState | None, list[str]]:
-    """The checkpoint to go on from, its state, and what was wrong with newer ones; (None, None, []) for a new run.
+    """The checkpoint to go on from, its state, and what was wrong with newer ones; (None, None, ...) for a new run.
 
     Raises:
-        ConfigError: none there, or one that has all the epochs already.
-        RunIsComplete: the same, for a run that was found by its name.
+        ConfigError: none there, or, unless it was found by its name, one that has all the epochs already.
     """
     if resume == "auto":
-        resume_from = str(find_run(logdir, run_name) or "")
-    if not resume_from:
-        return None, None, []
-    checkpoint, skipped = find_checkpoint(resume_from)
+        checkpoint, skipped = find_run(logdir, run_name)
+    elif resume_from:
+        checkpoint, skipped = find_checkpoint(resume_from)
+    else:
+        checkpoint, skipped = None, []
+    if checkpoint is None:
+        return None, None, skipped
     state = read_state(checkpoint)
-    if state.epoch >= num_epochs:
-        said = (
-            f"{checkpoint} has {state.epoch} epochs already, and config.num_epochs is {num_epochs}; raise it to go on"
-        )
-        raise RunIsComplete(said) if resume == "auto" else ConfigError(said)
+    if state.epoch >= num_epochs and resume != "auto":
+        raise ConfigError(nothing_left(checkpoint, state, num_epochs))
     return checkpoint, state, skipped
+
+
+def nothing_left(checkpoint: Path, state: TrainingState, num_epochs: int) -> str:
+    """What to say of a run that has all its epochs."""
+    return f"{checkpoint} has {state.epoch} epochs already, and config.num_epochs is {num_epochs}; raise it to go on"
 
 
 def check_identity(saved: ModelIdentity, present: ModelIdentity, checkpoint: Path) -> None:

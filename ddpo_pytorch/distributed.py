@@ -28,6 +28,8 @@ class AnotherProcessFailed(RuntimeError):
 
 # Where a failing process says so, in the store by which the process group was set up
 FAILURE_KEY = "ddpo_pytorch/failure"
+# Seconds after which processes that have not met a failed one end without meeting it
+PATIENCE = 20.0
 
 
 def _store() -> torch.distributed.Store:
@@ -41,7 +43,32 @@ def check_others(accelerator: Accelerator) -> None:
         AnotherProcessFailed: so that this process meets the failed one at the end of the block at once.
     """
     if accelerator.num_processes > 1 and _store().check([FAILURE_KEY]):
-        raise AnotherProcessFailed(_store().get(FAILURE_KEY).decode())
+        rank, message, _ = json.loads(_store().get(FAILURE_KEY))
+        raise AnotherProcessFailed(f"process {rank}: {message}")
+
+
+def tell_others(error: BaseException) -> None:
+    """Let the other processes end too, within half a minute, even if they wait where this one will never be."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        message, is_of_model = _said(error), isinstance(error, ModelFailure)
+        with contextlib.suppress(Exception):  # they may be gone
+            if not _store().check([FAILURE_KEY]):
+                _store().set(FAILURE_KEY, json.dumps([torch.distributed.get_rank(), message, is_of_model]))
+
+
+def _said(error: BaseException) -> str:
+    """One line: of an error that is one, itself; of others with their kind."""
+    return f"{error}" if isinstance(error, (ConfigError, RunFailure)) else f"{type(error).__name__}: {error}"
+
+
+def arrive(accelerator: Accelerator) -> None:
+    """Count this process's arrivals where processes meet: who has fewer than the others is waited for."""
+    if accelerator.num_processes > 1:
+        _store().add(_arrivals_key(accelerator.process_index), 1)
+
+
+def _arrivals_key(rank: int) -> str:
+    return f"ddpo_pytorch/arrivals/{rank}"
 
 
 def count_together(accelerator: Accelerator, name: str, amount: int) -> int:
@@ -61,9 +88,14 @@ def raise_together(accelerator: Accelerator, error: BaseException | None) -> Non
     """
     is_own = error is not None and not isinstance(error, AnotherProcessFailed)
     is_plain = isinstance(error, (ConfigError, RunFailure))  # one line that stands for itself
-    message = (f"{error}" if is_plain else f"{type(error).__name__}: {error}") if is_own else None
+    message = _said(error) if is_own and error is not None else None
     kind = next((kind for kind in (ConfigError, ModelFailure) if isinstance(error, kind)), ProcessFailure)
-    gathered = gather_object([(message, kind)])
+    try:
+        gathered = gather_object([(message, kind)])
+    except Exception as lost:
+        if message is not None:
+            raise ProcessFailure(f"{message}; the other processes could not be told ({lost})") from error
+        raise ProcessFailure(f"the other processes are gone: {lost}") from None
     failures = {
         m: [rank for rank, (other, _) in enumerate(gathered) if other == m] for m, _ in gathered if m is not None
     }
@@ -91,53 +123,73 @@ def fail_together(accelerator: Accelerator) -> Iterator[None]:
             raise
         error = e
         if not isinstance(e, AnotherProcessFailed):
-            _store().set(FAILURE_KEY, f"process {accelerator.process_index}")
+            tell_others(e)
+    arrive(accelerator)
     raise_together(accelerator, error)
 
 
 class Phases:
-    """What each process is doing, so that one that is stuck can be named."""
+    """Ends this process if it waits in vain for another, which it names, or for one that has failed."""
 
     def __init__(self, accelerator: Accelerator, timeout: float, on_stuck: Callable[[RunFailure], None]) -> None:
         """
         Args:
-            timeout: seconds that a process waits for others in one phase.
+            timeout: seconds that a process waits for others where they meet.
             on_stuck: called in a thread of its own, while the main one waits in vain.
         """
         self.accelerator, self.timeout, self.on_stuck = accelerator, timeout, on_stuck
-        self._place = (0, time.monotonic())  # how many phases were entered, and when the last one was
+        self._closed = threading.Event()
         if accelerator.num_processes > 1:
             threading.Thread(target=self._watch, daemon=True, name="phases").start()
 
     def enter(self, phase: str) -> None:
-        """Say what this process does from now on."""
-        self._place = (self._place[0] + 1, time.monotonic())
+        """Say what this process does from now on, having arrived there."""
         if self.accelerator.num_processes > 1:
-            entry = json.dumps([self._place[0], phase])
-            _store().set(f"ddpo_pytorch/phase/{self.accelerator.process_index}", entry)
+            _store().set(f"ddpo_pytorch/phase/{self.accelerator.process_index}", phase)
+            arrive(self.accelerator)
 
-    def behind(self, own_count: int) -> list[str]:
-        """The processes that have entered fewer phases, as "process 1, which is at epoch 3: sampling"."""
+    def behind(self, arrivals: int) -> list[str]:
+        """The processes that have arrived less often, as "process 1, which is at epoch 3: sampling"."""
         found = []
         for rank in range(self.accelerator.num_processes):
-            key = f"ddpo_pytorch/phase/{rank}"
-            count, phase = json.loads(_store().get(key)) if _store().check([key]) else (0, "the start")
-            if count < own_count:
+            if _store().add(_arrivals_key(rank), 0) < arrivals:
+                key = f"ddpo_pytorch/phase/{rank}"
+                phase = _store().get(key).decode() if _store().check([key]) else "the start"
                 found.append(f"process {rank}, which is at {phase}")
         return found
 
+    def close(self) -> None:
+        """From now on processes may leave when they like."""
+        self._closed.set()
+
     def _watch(self) -> None:
-        while True:
-            time.sleep(min(5.0, self.timeout / 4))
-            place = self._place
-            waited = time.monotonic() - place[1]
-            if waited > self.timeout and (stuck := self.behind(place[0])) and self._place == place:
-                self.on_stuck(
-                    RunFailure(
-                        f"waited {waited / 60:.3g} minutes (config.timeout_minutes) for {' and for '.join(stuck)}"
-                    )
-                )
-                return
+        try:
+            reason = self._in_vain()
+        except RuntimeError as lost:  # the store is gone, and with it the process that holds it
+            self._closed.wait(PATIENCE)
+            reason = RunFailure(f"the other processes are gone: {lost}")
+        if reason is not None and not self._closed.is_set():
+            self.on_stuck(reason)
+
+    def _in_vain(self) -> RunFailure | None:
+        """Returns as soon as there is nothing to wait for, with the reason."""
+        rank = self.accelerator.process_index
+        arrivals, since, failed_since = -1, 0.0, None
+        while not self._closed.wait(min(5.0, self.timeout / 4)):
+            now = time.monotonic()
+            if _store().check([FAILURE_KEY]):
+                failed_rank, message, is_of_model = json.loads(_store().get(FAILURE_KEY))
+                failed_since = failed_since or now
+                # The failed one itself has more to say, once it has met the others or their connections are cut.
+                if now - failed_since > PATIENCE * (2 if failed_rank == rank else 1):
+                    return (ModelFailure if is_of_model else RunFailure)(f"process {failed_rank}: {message}")
+            own = _store().add(_arrivals_key(rank), 0)
+            if own != arrivals:
+                arrivals, since = own, now
+            elif now - since > self.timeout and (stuck := self.behind(own)):
+                waited = f"waited {(now - since) / 60:.3g} minutes (config.timeout_minutes)"
+                return RunFailure(f"{waited} for {' and for '.join(stuck)}")
+        return None
 
 
 @dataclass

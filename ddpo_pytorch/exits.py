@@ -3,6 +3,8 @@
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from typing import NoReturn
 
@@ -21,8 +23,18 @@ class ModelFailure(RunFailure):
     """The model itself has come to nothing, so that its last state is not worth keeping."""
 
 
-def leave(code: int) -> NoReturn:
-    """End this process now, with its dashboards closed, even if a reward thread is still busy."""
+_leaving = threading.Lock()
+
+
+def leave(code: int, patience: float = 20.0) -> NoReturn:
+    """End this process now, even if a reward thread is still busy.
+
+    Args:
+        patience: seconds in which dashboards can be closed; one that takes longer is not waited for.
+    """
+    if not _leaving.acquire(blocking=False):
+        time.sleep(2 * patience)  # another thread does it
+    threading.Thread(target=_exit_after, args=(patience, code), daemon=True).start()
     try:
         if (wandb := sys.modules.get("wandb")) is not None and getattr(wandb, "run", None) is not None:
             wandb.finish(exit_code=code)
@@ -30,6 +42,11 @@ def leave(code: int) -> NoReturn:
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def _exit_after(seconds: float, code: int) -> None:
+    time.sleep(seconds)
+    os._exit(code)
 
 
 def say(line: str) -> None:

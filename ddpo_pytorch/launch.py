@@ -18,7 +18,9 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
     broadcast_object_list,
+    gather_object,
 )
+from filelock import FileLock, Timeout
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
@@ -112,6 +114,37 @@ def make_reward(accelerator: Accelerator, plan: RunPlan) -> RewardFn:
     return reward_fn
 
 
+def check_same_start(accelerator: Accelerator, checkpoint: Path | None) -> None:
+    """Raises ConfigError on every process if they found other checkpoints to go on from; every process must call it."""
+    own = f"{checkpoint.resolve().parents[1].name}/{checkpoint.name}" if checkpoint is not None else "none"
+    found = gather_object([own])
+    if len(set(found)) > 1:
+        seen = ", ".join(f"process {rank} {name}" for rank, name in enumerate(found))
+        raise ConfigError(
+            f"the processes found different checkpoints to go on from: {seen}; config.logdir and config.resume_from "
+            "must name one folder that all machines share"
+        )
+
+
+_locks: list[FileLock] = []  # held until the process ends
+
+
+def _lock(run_folder: Path) -> None:
+    """Keep other processes from training in this folder, for as long as this one lives.
+
+    Raises:
+        ConfigError: one does.
+    """
+    lock = FileLock(run_folder / "run.lock", timeout=5)  # seconds for one that was just killed
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            f"another process is training in {run_folder}; wait for its end, or start a run of another config.run_name"
+        ) from None
+    _locks.append(lock)
+
+
 def open_run_folder(
     accelerator: Accelerator,
     config: ConfigDict,
@@ -138,6 +171,7 @@ def open_run_folder(
                 raise ConfigError(
                     f'config.logdir "{config.logdir}": cannot make the folder {run_folder}: {error}'
                 ) from error
+            _lock(run_folder)
             if resumed is not None:
                 checkpoints.clean_up(run_folder / "checkpoints")
                 checkpoints.set_aside_newer(run_folder / "checkpoints", resumed.epoch)
@@ -176,8 +210,7 @@ def save_together(
             checkpoints.check_weights_finite(snapshot.weights)  # or it would replace a good state that is kept
             rescue.keep(snapshot, folder, num_checkpoint_limit)
             if is_due:
-                checkpoints.save_checkpoint(folder, snapshot, num_checkpoint_limit)
-                rescue.forget()
+                rescue.save()
 
 
 def changed_options(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:

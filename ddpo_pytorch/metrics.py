@@ -3,13 +3,14 @@
 Knows nothing of diffusion or of how the numbers came about.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import math
 import netrc
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -17,6 +18,8 @@ from urllib.parse import urlparse
 import numpy as np
 from accelerate import Accelerator
 from PIL import Image, ImageDraw, ImageFont
+
+from ddpo_pytorch.exits import RunFailure
 
 PROJECT = "ddpo-pytorch"
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "numpy", "wandb", "bitsandbytes")
@@ -98,6 +101,14 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunFailure(f"cannot write {path}: {error}") from None
+
+
 class RunLog:
     """Sends numbers and pictures to the dashboards and into the run's folder. Acts on the main process alone."""
 
@@ -142,7 +153,7 @@ class RunLog:
         finite = {k: v[np.isfinite(v)] if isinstance(v, np.ndarray) else v for k, v in values.items()}
         self.accelerator.log(finite, step=step)
         line = {"step": step, **{k: _plain(v) for k, v in values.items()}}
-        with self.metrics_file.open("a") as file:
+        with _writing(self.metrics_file), self.metrics_file.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self._extend_curve(line)
 
@@ -167,9 +178,10 @@ class RunLog:
                 tracker.log_images({"images": np.stack(images)}, step=step, dataformats="NHWC")
             elif hasattr(tracker, "log_images"):
                 tracker.log_images({"images": np.asarray(grid)}, step=step)
-        folder = self.run_folder / "images"
-        folder.mkdir(exist_ok=True)
-        grid.save(folder / f"epoch_{epoch:03d}.jpg", quality=90)
+        target = self.run_folder / "images" / f"epoch_{epoch:03d}.jpg"
+        with _writing(target):
+            target.parent.mkdir(exist_ok=True)
+            grid.save(target, quality=90)
 
     def draw_curve(self) -> None:
         """Write `reward.png`: mean reward by epoch, with a band of one standard deviation."""
@@ -186,7 +198,9 @@ class RunLog:
         axes.set(xlabel="epoch", ylabel="reward", title=self.run_folder.name)
         axes.grid(alpha=0.3)
         axes.legend()
-        figure.savefig(self.run_folder / "reward.png", dpi=120)
+        target = self.run_folder / "reward.png"
+        with _writing(target):
+            figure.savefig(target, dpi=120)
 
 
 def caption(

@@ -6,12 +6,13 @@ A process that is told to end (SIGTERM, SIGINT) ends within seconds, also if it 
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpo_pytorch.exits import ModelFailure, Stopped, explain_and_leave, leave, say
+from ddpo_pytorch.exits import ModelFailure, RunFailure, Stopped, explain_and_leave, leave, say
 
 if TYPE_CHECKING:
     from ddpo_pytorch.checkpoints import Snapshot
@@ -34,24 +35,38 @@ class Rescue:
         """
         self._pending = (snapshot, folder, num_checkpoint_limit)
 
-    def forget(self) -> None:
-        """A state at least as new is on disk."""
-        self._pending = None
+    def save(self) -> Path | None:
+        """Write what is kept, if anything; returns where.
 
-    def write(self) -> None:
-        """Write what is kept, if anything; says where, or why not."""
-        with self._lock:
-            pending, self._pending = self._pending, None
-            if pending is None:
-                return
+        Raises:
+            RunFailure: it cannot be written, as `checkpoints.save_checkpoint` says; it is not tried again.
+        """
+        if not self._lock.acquire(timeout=60):
+            raise RunFailure("another thread has been writing it for a minute")
+        try:
+            if self._pending is None:
+                return None
             from ddpo_pytorch.checkpoints import save_checkpoint
 
-            snapshot, folder, num_checkpoint_limit = pending
+            snapshot, folder, num_checkpoint_limit = self._pending
             try:
                 target = save_checkpoint(folder, snapshot, num_checkpoint_limit)
-                say(f"the state after {snapshot.state.epoch} epochs is saved: {target}")
-            except Exception as error:
-                say(f"error: the state after {snapshot.state.epoch} epochs could not be saved: {error}")
+            except Exception:
+                self._pending = None
+                raise
+            self._pending = None  # not if a signal came in between: then it is written anew
+            return target
+        finally:
+            self._lock.release()
+
+    def write(self) -> None:
+        """As `save`, when a run ends: says where, or why not."""
+        epoch = self._pending[0].state.epoch if self._pending is not None else None
+        try:
+            if (target := self.save()) is not None:
+                say(f"the state after {epoch} epochs is saved: {target}")
+        except Exception as error:
+            say(f"error: the state after {epoch} epochs could not be saved: {error}")
 
     def end(self, error: BaseException) -> None:
         """Write what is kept, unless it is what the error is about, and end the process."""
@@ -60,6 +75,8 @@ class Rescue:
                 signal.signal(number, signal.SIG_IGN)
         if not isinstance(error, ModelFailure):
             self.write()
+        if (distributed := sys.modules.get("ddpo_pytorch.distributed")) is not None:  # not imported for this
+            distributed.tell_others(error)
         explain_and_leave(error)
 
 
@@ -67,7 +84,7 @@ def end_on_signals(rescue: Rescue, grace: float = 10.0) -> None:
     """From now on SIGTERM and SIGINT raise `Stopped` in the main thread.
 
     Python runs a handler between two of its own instructions, which may be never in a library that hangs. So a thread
-    hears of the signal too, and after `grace` seconds writes and leaves by itself.
+    hears of the signal too, writes what is kept, and after `grace` seconds leaves by itself.
     """
     heard, told = os.pipe()
     os.set_blocking(told, False)
@@ -93,8 +110,8 @@ def end_on_signals(rescue: Rescue, grace: float = 10.0) -> None:
         while True:
             numbers = [n for n in os.read(heard, 64) if n in SIGNALS]
             if numbers:
-                time.sleep(grace)
                 rescue.write()
+                time.sleep(grace)
                 say(f"ended by {signal.Signals(numbers[0]).name}, {grace:g} s after it")
                 leave(128 + numbers[0])
 

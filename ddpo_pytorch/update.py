@@ -66,8 +66,8 @@ class SkippedSteps:
         if self.in_a_row >= self.limit:
             raise ModelFailure(
                 f"{self.in_a_row} updates in a row were skipped (train.max_skipped_steps), first because "
-                f"{self._first_cause}; the last checkpoint is good. Try a lower train.learning_rate, or "
-                'mixed_precision "bf16" or "no"'
+                f"{self._first_cause}; nothing of them is in a checkpoint. Try a lower train.learning_rate, or "
+                'mixed_precision "bf16" or "no", from a checkpoint before rewards or policy/kl_nats went astray'
             )
 
 
@@ -77,7 +77,7 @@ def gap_warning(result: UpdateResult, max_logp_gap: float) -> str | None:
     Args:
         max_logp_gap: in nats per dimension.
     """
-    if result.logp_gap <= max_logp_gap:
+    if not result.logp_gap > max_logp_gap:  # nor NaN, of an update that was skipped, which is said elsewhere
         return None
     return (
         f"warning: the log-probs of unchanged weights differ by {result.logp_gap:.1e} between sampling and training "
@@ -92,7 +92,7 @@ def gap_warning(result: UpdateResult, max_logp_gap: float) -> str | None:
 def recompute_log_probs(policy: Policy, trajectories: Trajectories, batch_size: int) -> None:
     """Replace the sampled log-probs by those of the training path, in place; failed samples stay NaN.
 
-    Costs one forward pass for each micro-batch of an inner epoch.
+    Costs a forward pass for every sample and step, whether it is trained on or not.
     """
     for samples in torch.arange(len(trajectories)).split(batch_size):
         for step in range(trajectories.num_steps):

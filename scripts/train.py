@@ -51,12 +51,9 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
     from ddpo_pytorch.weighted_sum import WeightedSum
 
     pretrained, lora, sample, train = config.pretrained, config.lora, config.sample, config.train
-    try:
-        checkpoint, resumed, skipped = checkpoints.find_resumed(
-            config.resume_from, config.resume, config.logdir, config.run_name, config.num_epochs
-        )
-    except checkpoints.RunIsComplete as complete:
-        return print(complete)
+    checkpoint, resumed, skipped = checkpoints.find_resumed(
+        config.resume_from, config.resume, config.logdir, config.run_name, config.num_epochs
+    )
     identity = ModelIdentity(
         pretrained_model=pretrained.model,
         base_unet=None,
@@ -69,6 +66,9 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
         checkpoints.check_identity(resumed.model, identity, checkpoint)
     accelerator = launch.make_accelerator(config)
     assert accelerator.num_processes == plan.num_processes, "Accelerate counts other processes than the plan"
+    launch.check_same_start(accelerator, checkpoint)
+    if checkpoint is not None and resumed is not None and resumed.epoch >= config.num_epochs:
+        return accelerator.print(checkpoints.nothing_left(checkpoint, resumed, config.num_epochs))
     policy.check_device(accelerator.device, config.mixed_precision, train.use_8bit_adam)
     phases = Phases(accelerator, timeout=60 * config.timeout_minutes, on_stuck=rescue.end)
     for warning in [*plan.warnings, *(f"warning: {problem}" for problem in skipped)]:
@@ -115,9 +115,10 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
     # What a resumed run takes up besides its weights
     tracking = config.per_prompt_stat_tracking
     tracker = PerPromptStatTracker(tracking.buffer_size, tracking.min_count) if tracking is not None else None
-    first_epoch, global_step, run_ids = 0, 0, {}
+    first_epoch, global_step, log_step, run_ids = 0, 0, 0, {}
     if resumed is not None:
-        first_epoch, global_step, run_ids = resumed.epoch, resumed.global_step, resumed.tracker_run_ids
+        first_epoch, global_step, log_step = resumed.epoch, resumed.global_step, resumed.log_step
+        run_ids = resumed.tracker_run_ids
         checkpoints.restore_optimizer(checkpoint, optimizer)
         if accelerator.scaler is not None and resumed.scaler is not None:
             accelerator.scaler.load_state_dict(resumed.scaler)
@@ -185,8 +186,8 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
         }
         pictures = rollout.gather_images(accelerator, samples, rewards, scores, config.num_log_images)
         with fail_together(accelerator):
-            log.log(reward_metrics, step=global_step)
-            log.log_images(*pictures, epoch=epoch, step=global_step)
+            log.log(reward_metrics, step=log_step)
+            log.log_images(*pictures, epoch=epoch, step=log_step)
             log.draw_curve()
         if reward_metrics["reward_std"] == 0:
             accelerator.print("warning: all rewards of this epoch are equal, so there is nothing to learn", flush=True)
@@ -220,12 +221,14 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
                     clip_range=train.clip_range,
                     adv_clip_max=train.adv_clip_max,
                     max_grad_norm=train.max_grad_norm,
-                    before_sync=lambda place=f"epoch {epoch}: update {global_step}": phases.enter(place),
+                    before_sync=lambda place=f"epoch {epoch}: update {log_step}": phases.enter(place),
                 )
                 position = {"epoch": epoch, "inner_epoch": inner_epoch, "learning_rate": learning_rate}
-                log.log({**result.statistics, **position}, step=global_step)
-                last_step = global_step  # a skipped update is none, so the next one has its number
-                global_step += not result.skipped
+                log.log({**result.statistics, **position}, step=log_step)
+                if result.skipped:
+                    accelerator.print(f"warning: update {log_step} was skipped: {result.cause}", flush=True)
+                log_step += 1
+                global_step += not result.skipped  # a skipped update is none
                 results.append(result)
                 skipped_steps.count(result)
         bar.close()
@@ -244,6 +247,7 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
             TrainingState(
                 epoch=epoch + 1,
                 global_step=global_step,
+                log_step=log_step,
                 run_name=run_name,
                 model=identity,
                 stat_tracker=tracker.state_dict() if tracker is not None else None,
@@ -269,10 +273,12 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
             "time/train_s": trained - reported,
             "time/epoch_s": time.perf_counter() - started,
         }
-        log.log(epoch_metrics, step=last_step)
+        with fail_together(accelerator):
+            log.log(epoch_metrics, step=log_step - 1)
         accelerator.print(metrics.summary({**reward_metrics, **epoch_metrics}), flush=True)
 
     workers.close()
+    phases.close()
     accelerator.end_training()
     accelerator.print(f"finished: {run_folder}", flush=True)
 

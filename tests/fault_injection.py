@@ -60,14 +60,40 @@ def out_of_memory():
     training_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))()
 
 
-def stuck_in_training():
-    def make(original):
-        def sleeping(*args, **kwargs):
-            time.sleep(3600)
+def stuck_in(module, name):
+    def put():
+        def make(original):
+            def sleeping(*args, **kwargs):
+                time.sleep(3600)
 
-        return sleeping
+            return sleeping
 
-    replace("ddpo_pytorch.update", "ppo_clipped_loss", make)
+        replace(module, name, make)
+
+    return put
+
+
+def stuck_at_once():
+    time.sleep(3600)
+
+
+def full_disk_for(method, attribute):
+    """The kernel's own message, from a device that is always full."""
+
+    def put():
+        from pathlib import Path
+
+        def make(original):
+            def full(self, values, **kwargs):
+                if attribute in values:
+                    self.metrics_file = Path("/dev/full")
+                return original(self, values, **kwargs)
+
+            return full
+
+        replace(sys.modules["ddpo_pytorch.metrics"].RunLog, method, make)
+
+    return put
 
 
 def noise_prediction(once):
@@ -137,7 +163,7 @@ def not_finite_weights():
     replace("ddpo_pytorch.checkpoints", "take_snapshot", make)
 
 
-def full_disk(module, name, owner=None):
+def full_disk(module, name):
     def put():
         def make(original):
             def failing(*args, **kwargs):
@@ -145,8 +171,7 @@ def full_disk(module, name, owner=None):
 
             return failing
 
-        target = getattr(sys.modules[module], owner) if owner else module
-        replace(target, name, make)
+        replace(module, name, make)
 
     return put
 
@@ -193,7 +218,10 @@ FAULTS = {
     "leave": leave,
     "training-error": training_error(ArithmeticError("the loss is odd")),
     "out-of-memory": out_of_memory,
-    "stuck": stuck_in_training,
+    "stuck-drawing": stuck_at_once,
+    "stuck-sampling": stuck_in("ddpo_pytorch.diffusers_patch.pipeline_with_logprob", "predict_noise"),
+    "stuck-training": stuck_in("ddpo_pytorch.update", "ppo_clipped_loss"),
+    "stuck-saving": stuck_in("ddpo_pytorch.checkpoints", "take_snapshot"),
     "noise-always": noise_prediction(once=False),
     "noise-once": noise_prediction(once=True),
     "gradients-once": training_prediction(updates=1),
@@ -202,7 +230,8 @@ FAULTS = {
     "not-finite-weights": not_finite_weights,
     "disk-weights": full_disk("ddpo_pytorch.checkpoints", "_write_weights"),
     "disk-optimizer": full_disk("torch", "save"),
-    "disk-metrics": full_disk("ddpo_pytorch.metrics", "log", "RunLog"),
+    "disk-rewards": full_disk_for("log", "reward_mean"),
+    "disk-losses": full_disk_for("log", "loss"),
     "kill-sampling": killed_at("ddpo_pytorch.rollout", "to_uint8"),
     "kill-training": killed_at("ddpo_pytorch.update", "ppo_clipped_loss"),
     "kill-writing": killed_at("ddpo_pytorch.checkpoints", "_digests"),

@@ -8,10 +8,9 @@ import torch
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from torch.testing import assert_close
 
-from ddpo_pytorch import policy
+from ddpo_pytorch import checkpoints, policy
 from ddpo_pytorch.checkpoints import (
     ModelIdentity,
-    RunIsComplete,
     TrainingState,
     check_identity,
     clean_up,
@@ -19,6 +18,8 @@ from ddpo_pytorch.checkpoints import (
     find_resumed,
     find_run,
     list_checkpoints,
+    nothing_left,
+    problem_of,
     read_state,
     restore_optimizer,
     restore_weights,
@@ -50,7 +51,7 @@ def trained(random_sd, use_lora=True, use_8bit_adam=False, targets=ATTENTION):
 
 
 def state(epoch=1, model=LORA):
-    return TrainingState(epoch=epoch, global_step=7, run_name="run", model=model, stat_tracker={"a": [0.1]})
+    return TrainingState(epoch=epoch, global_step=7, log_step=8, run_name="run", model=model, stat_tracker={"a": [0.1]})
 
 
 def save_now(folder, pipeline, optimizer, training_state, limit=5):
@@ -125,7 +126,7 @@ def test_the_oldest_are_pruned_by_number_and_foreign_files_left_alone(tmp_path, 
     (tmp_path / "checkpoint_best").mkdir()
     (tmp_path / "checkpoint_99").mkdir()  # no state in it: not one of ours
     save(tmp_path, random_sd, epochs=(8, 9, 10, 11), limit=2)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint_10", "checkpoint_11"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint_10", "checkpoint_11", "checkpoint_99"]
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"notes.txt", "checkpoint_best", "checkpoint_99", "checkpoint_10", "checkpoint_11"}
 
@@ -136,8 +137,10 @@ def test_the_newest_is_found_from_itself_its_parent_or_the_run(tmp_path, random_
     (folder / "checkpoint_11").mkdir()
     (folder / "checkpoint_x").write_text("")
     newest = folder / "checkpoint_10"
-    for path in (newest, folder, tmp_path / "run"):
-        assert find_checkpoint(str(path)) == (newest, [])
+    assert find_checkpoint(str(newest)) == (newest, [])
+    for path in (folder, tmp_path / "run"):
+        checkpoint, [skipped] = find_checkpoint(str(path))
+        assert checkpoint == newest and "checkpoint_11 is not whole: state.json is not readable" in skipped
     assert find_checkpoint(str(folder / "checkpoint_2")) == (folder / "checkpoint_2", [])
     for nothing in (tmp_path, tmp_path / "none"):
         with pytest.raises(ConfigError, match="no checkpoint there"):
@@ -158,13 +161,30 @@ def flip(path):
     path.write_bytes(content)
 
 
+def rewrite(checkpoint, **values):
+    path = checkpoint / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def loop(path):
+    path.unlink()
+    path.symlink_to(path)
+
+
 DAMAGE = {
     "weights-cut": (lambda c: cut(c / "pytorch_lora_weights.safetensors"), r"safetensors has \d+ bytes of \d+"),
     "weights-changed": (lambda c: flip(c / "pytorch_lora_weights.safetensors"), "safetensors has changed"),
     "optimizer-missing": (lambda c: (c / "optimizer.pt").unlink(), "optimizer.pt is missing"),
     "optimizer-empty": (lambda c: (c / "optimizer.pt").write_bytes(b""), "optimizer.pt has 0 bytes of"),
     "state-cut": (lambda c: cut(c / "state.json"), "state.json is not readable"),
+    "state-missing": (lambda c: (c / "state.json").unlink(), "state.json is not readable"),
     "state-foreign": (lambda c: (c / "state.json").write_text('{"epoch": 9}'), "state.json is not readable"),
+    "no-files": (lambda c: rewrite(c, files={}), "lists no weights or no optimizer.pt"),
+    "no-weights": (lambda c: rewrite(c, files={"optimizer.pt": [1, ""]}), "lists no weights or no optimizer.pt"),
+    "files-a-list": (lambda c: rewrite(c, files=[]), "state.json is not readable"),
+    "files-numbers": (lambda c: rewrite(c, files={"x": 3}), "state.json is not readable"),
+    "epoch-a-word": (lambda c: rewrite(c, epoch="three"), "its epoch or steps are no numbers"),
+    "optimizer-a-loop": (lambda c: loop(c / "optimizer.pt"), "optimizer.pt is missing"),
 }
 
 
@@ -197,10 +217,15 @@ def test_a_run_is_found_by_its_name_if_it_can_be_gone_on_with(tmp_path, random_s
         save(tmp_path / f"mine_{date}" / "checkpoints", random_sd, epochs=epochs)
     save(tmp_path / "mine_other_2026.01.09_03.04.05" / "checkpoints", random_sd)
     newest = tmp_path / "mine_2026.01.03_03.04.05"
-    assert find_run(str(tmp_path), "mine") == newest
-    assert find_run(str(tmp_path), "min") is None and find_run(str(tmp_path / "nowhere"), "mine") is None
+    assert find_run(str(tmp_path), "mine") == (newest / "checkpoints" / "checkpoint_2", [])
+    assert find_run(str(tmp_path), "min") == find_run(str(tmp_path / "nowhere"), "mine") == (None, [])
     cut(newest / "checkpoints" / "checkpoint_2" / "optimizer.pt")
-    assert find_run(str(tmp_path), "mine").name == "mine_2026.01.02_03.04.05"
+    checkpoint, [skipped] = find_run(str(tmp_path), "mine")
+    assert checkpoint == tmp_path / "mine_2026.01.02_03.04.05" / "checkpoints" / "checkpoint_1"
+    assert "2026.01.03_03.04.05/checkpoints/checkpoint_2 is not whole: optimizer.pt has" in skipped
+    cut(checkpoint / "optimizer.pt")
+    checkpoint, skipped = find_run(str(tmp_path), "mine")
+    assert checkpoint is None and len(skipped) == 2
 
 
 def test_a_snapshot_is_not_changed_by_later_training(tmp_path, random_sd):
@@ -229,8 +254,8 @@ def test_resuming_by_name_starts_goes_on_and_says_that_it_is_complete(tmp_path, 
     folder = logs / "mine_2026.01.02_03.04.05" / "checkpoints"
     save(folder, random_sd, epochs=(2,))
     assert find_resumed("", "auto", str(logs), "mine", 3) == (folder / "checkpoint_2", state(2), [])
-    with pytest.raises(RunIsComplete, match="has 2 epochs already"):
-        find_resumed("", "auto", str(logs), "mine", 2)
+    checkpoint, found, _ = find_resumed("", "auto", str(logs), "mine", 2)  # complete, which the caller says
+    assert "checkpoint_2 has 2 epochs already" in nothing_left(checkpoint, found, 2)
 
 
 def test_a_write_that_fails_leaves_the_older_checkpoints(tmp_path, random_sd, monkeypatch):
@@ -270,6 +295,25 @@ def test_another_model_than_the_checkpoints_is_refused(tmp_path, change, says):
         check_identity(LORA, dataclasses.replace(LORA, **change), tmp_path)
     check_identity(LORA, dataclasses.replace(LORA, pretrained_model="/elsewhere/model"), tmp_path)
     check_identity(LORA, dataclasses.replace(LORA, base_unet=None), tmp_path)  # not loaded yet
+
+
+def test_what_cannot_be_deleted_does_not_spoil_a_save(tmp_path, random_sd, monkeypatch):
+    pipeline, optimizer = save(tmp_path, random_sd, epochs=(1, 2))
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(checkpoints, "delete", refuse)
+    assert save_now(tmp_path, pipeline, optimizer, state(3), 1).name == "checkpoint_3"
+    assert find_checkpoint(str(tmp_path))[0].name == "checkpoint_3"
+
+
+def test_a_torn_checkpoint_of_the_same_epoch_is_replaced(tmp_path, random_sd):
+    pipeline, optimizer = save(tmp_path, random_sd, epochs=(1, 2))
+    flip(tmp_path / "checkpoint_2" / "optimizer.pt")
+    save_now(tmp_path, pipeline, optimizer, state(2))
+    assert problem_of(tmp_path / "checkpoint_2") is None
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint_1", "checkpoint_2"}
 
 
 def test_a_state_file_that_is_not_ours_is_refused(tmp_path):

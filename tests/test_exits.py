@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -52,3 +53,13 @@ def test_a_dashboard_that_cannot_be_closed_does_not_hold_the_process():
     fake += "  sys.modules['wandb'] = types.SimpleNamespace(run=1, finish=finish)\n"
     result = ended("\n  " + fake + "  raise ConfigError('no')", busy_thread=True)
     assert result.returncode == 1 and "error: no" in result.stderr
+
+
+def test_a_dashboard_that_hangs_is_left_behind_by_one_thread_and_by_two():
+    fake = "import sys, types\n  finish = lambda exit_code: time.sleep(60)\n"
+    fake += "  sys.modules['wandb'] = types.SimpleNamespace(run=1, finish=finish)\n"
+    leaving = "  threading.Thread(target=leave, args=(5, 1.0)).start()\n  time.sleep(0.3)\n  leave(6, 1.0)\n"
+    started = time.monotonic()
+    assert ended("\n  " + fake + "  leave(5, 1.0)").returncode == 5
+    assert ended("\n  " + fake + leaving).returncode == 5
+    assert time.monotonic() - started < 20

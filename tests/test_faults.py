@@ -83,6 +83,8 @@ class Row:
 
 
 NO_ERROR = ["error: ", "Traceback"]
+IMPATIENT = ["--config.timeout_minutes=0.2", "--config.reward_timeout=5"]
+STUCK = r"error: waited [\d.]+ minutes \(config.timeout_minutes\) for process {}, which is at {}"
 # fmt: off
 TABLE = {
     # --- what a config can say, before anything is loaded
@@ -129,13 +131,16 @@ TABLE = {
     "prompt function ends the program": Row(fault("leave"), 1, ["failed with SystemExit: 0"], {1}),
     "noise prediction is never finite": Row(fault("noise-always"), 1, ["failed for 1 of 4 samples.*1 x the picture is not finite"], {1}),
     "noise prediction is not finite once": Row(fault("noise-once", "--config.max_failed_fraction=0.3"), 0, ["25.0% failed", "finished"], {2, 3}, never=NO_ERROR),
-    "one gradient is not finite": Row(fault("gradients-once"), 0, ["1 updates skipped", "finished"], {2, 3}, never=NO_ERROR),
+    "one gradient is not finite": Row(fault("gradients-once"), 0, ["warning: update 1 was skipped: the loss of 2 of 2 micro-batches was nan", "1 updates skipped", "finished"], {2, 3}, never=NO_ERROR),
     "gradients are never finite": Row(fault("gradients-always", "--config.train.max_skipped_steps=2"), 1, ["2 updates in a row were skipped .*first because the loss of 2 of 2 micro-batches was nan"], {1, 2}),
     "training fails": Row(fault("training-error"), 1, ["ArithmeticError: the loss is odd"], {1}),
     "training fails on one of two": Row(fault("training-error", rank=1), 1, ["ArithmeticError: the loss is odd"], {1}, 2),
     "out of memory": Row(fault("out-of-memory"), 1, ["OutOfMemoryError: CUDA out of memory"], {1}),
     "out of memory on one of two": Row(fault("out-of-memory", rank=1), 1, ["OutOfMemoryError: CUDA out of memory"], {1}, 2),
-    "one of two is stuck": Row(fault("stuck", "--config.timeout_minutes=0.2", "--config.reward_timeout=5", rank=1), 1, [r"error: waited [\d.]+ minutes \(config.timeout_minutes\) for process 1, which is at epoch 1: training"], {1}, 2),
+    "one of two is stuck drawing prompts": Row(fault("stuck-drawing", *IMPATIENT, rank=1), 1, [STUCK.format(1, "epoch 1: sampling")], {1}, 2),
+    "one of two is stuck sampling": Row(fault("stuck-sampling", *IMPATIENT), 1, [STUCK.format(0, "epoch 1: sampling")], {1}, 2),
+    "one of two is stuck training": Row(fault("stuck-training", *IMPATIENT, rank=1), 1, [STUCK.format(1, "epoch 1: training")], {1}, 2),
+    "one of two is stuck saving": Row(fault("stuck-saving", *IMPATIENT), 1, [STUCK.format(0, "epoch 1: saving")], {1}, 2),
     "log-probs differ": Row(fault("other-log-probs"), 0, ["warning: the log-probs of unchanged weights differ by 1.0e-03", "finished"], {2, 3}),
     "log-probs differ and are recomputed": Row(fault("other-log-probs", "--config.train.recompute_log_probs=True"), 0, ["logp_gap 0.0e\\+00", "finished"], {2, 3}, never=[*NO_ERROR, "warning: the log-probs"]),
     "a whole UNet at a LoRA's rate": Row(["--config.use_lora=False", "--config.train.learning_rate=3e-4", "--config.num_epochs=1"], 0, ["warning: train.learning_rate 0.0003 with use_lora False"], {1}),
@@ -146,7 +151,8 @@ TABLE = {
     "the disk is full for weights": Row(fault("disk-weights"), 1, ["cannot write the checkpoint .*checkpoint_2: .*No space left.*older ones are as they were"], {1}),
     "the disk is full for the optimizer": Row(fault("disk-optimizer"), 1, ["cannot write the checkpoint .*checkpoint_2: .*No space left"], {1}),
     "the disk is full on two": Row(fault("disk-optimizer"), 1, ["cannot write the checkpoint .*checkpoint_2"], {1}, 2),
-    "the disk is full for metrics": Row(fault("disk-metrics"), 1, ["No space left on device"], {1}),
+    "the disk is full for metrics": Row(fault("disk-rewards"), 1, [r"error: cannot write /dev/full: .*No space left"], {1}, never=["Traceback"]),
+    "the disk is full for metrics of two": Row(fault("disk-losses"), 1, [r"error: cannot write /dev/full: .*No space left"], {1}, 2),
 
     # --- signals; between saves the last complete epoch is kept and written
     "SIGTERM while sampling": Row(fault("term-sampling", "--config.save_freq=0"), 143, ["state after 1 epochs is saved", "ended by SIGTERM"], {1}),
@@ -349,3 +355,46 @@ def test_a_torn_newest_checkpoint_is_skipped_and_said(tmp_path):
     assert result.returncode == 0 and "after 1 epochs" in result.stdout, result.stderr
     assert re.search("warning: .*checkpoint_2 is not whole: optimizer.pt has 4 bytes of", result.stdout)
     assert problem_of(newest) is None
+
+
+def test_a_second_start_of_a_run_that_is_running_is_refused_and_harms_nothing(tmp_path):
+    prepare(tmp_path)
+    arguments = ["--config.num_epochs=1000", "--config.num_log_images=0", "--config.resume=auto"]
+    command, options = command_for([f"--config={TINY}", *SHORT, *arguments], tmp_path)
+    first = subprocess.Popen(command, **options)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("logs/*/checkpoints/checkpoint_*")):
+        assert first.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    second = run(tmp_path, arguments)
+    assert second.returncode == 1 and re.search("error: another process is training in .*test_", second.stderr)
+    assert first.poll() is None
+    first.terminate()
+    first.communicate(timeout=60)
+    assert first.returncode == 143 and checkpoints_in(tmp_path)
+
+
+def test_where_every_checkpoint_is_torn_the_new_start_is_said(tmp_path):
+    prepare(tmp_path)
+    assert run(tmp_path, ["--config.num_epochs=1", "--config.resume=auto"]).returncode == 0
+    [only] = tmp_path.glob("logs/*/checkpoints/checkpoint_1")
+    (only / "state.json").unlink()
+    result = run(tmp_path, ["--config.num_epochs=1", "--config.resume=auto"])
+    assert result.returncode == 0 and "finished" in result.stdout, result.stderr
+    assert re.search("warning: .*checkpoint_1 is not whole: state.json is not readable", result.stdout)
+    assert len(list((tmp_path / "logs").iterdir())) == 2
+
+
+def test_processes_that_see_different_checkpoints_are_refused(tmp_path):
+    """As two machines do whose log folders are not the same one."""
+    prepare(tmp_path)
+    assert run(tmp_path, ["--config.num_epochs=1"]).returncode == 0
+    [folder] = (tmp_path / "logs").iterdir()
+    spec = (tmp_path / "apart.py").write_text(
+        f"import os, runpy\ndef get_config():\n    c = runpy.run_path({TINY!r})['get_config']()\n"
+        f"    c.resume_from = {str(folder)!r} if os.environ['RANK'] == '0' else ''\n    return c\n"
+    )
+    assert spec
+    result = run(tmp_path, ["--config=apart.py"], processes=2)
+    assert result.returncode == 1
+    assert re.search(r"found different checkpoints .*process 0 test_.*/checkpoint_1, process 1 none", result.stderr)

@@ -71,11 +71,38 @@ def test_any_failure_keeps_the_state_but_for_one_of_the_model(tmp_path):
 
 
 def test_what_is_on_disk_already_is_not_written_again_and_a_full_disk_is_said(tmp_path):
-    ended(tmp_path, "lifeline.forget(); lifeline.end(RunFailure('x'))")
+    ended(tmp_path, "lifeline.save(); Path(sys.argv[1], 'saved').unlink(); lifeline.end(RunFailure('x'))")
     assert not (tmp_path / "saved").exists()
     failing = "def full(*_): raise OSError(28, 'No space left')\ncheckpoints.save_checkpoint = full\n"
     code, errors, _ = ended(tmp_path, failing + "lifeline.end(Stopped(15))")
     assert code == 143 and "could not be saved: [Errno 28] No space left" in errors
+
+
+SLOW_DISK = """
+def slowly(folder, snapshot, limit):
+    with (folder / "writes").open("a") as file:
+        file.write("begun ")
+    print("ready", flush=True)
+    time.sleep(1.5)
+    return save_checkpoint(folder, snapshot, limit)
+checkpoints.save_checkpoint = slowly
+"""
+
+
+def test_a_signal_during_a_save_has_it_written_whole_by_one_thread_at_a_time(tmp_path):
+    body = SLOW_DISK + BUSY.format(work="lifeline.save()").replace('print("ready", flush=True)', "")
+    code, errors, _ = ended(tmp_path, body, signal.SIGTERM)
+    assert code == 143 and errors.count("is saved") == 1 and (tmp_path / "saved").exists()
+    assert (tmp_path / "writes").read_text() == "begun begun "  # the first was broken off
+
+
+def test_what_could_not_be_saved_is_not_tried_again(tmp_path):
+    failing = (
+        "def full(*_): print('tried', file=sys.stderr); raise RunFailure('full')\ncheckpoints.save_checkpoint = full\n"
+    )
+    body = "try: lifeline.save()\nexcept RunFailure as error: lifeline.end(error)\n"
+    code, errors, _ = ended(tmp_path, failing + body)
+    assert code == 1 and errors.splitlines() == ["tried", "error: full"]
 
 
 def test_a_forked_child_that_is_ended_does_not_end_its_parent(tmp_path):
@@ -92,7 +119,8 @@ for number in (signal.SIGTERM, signal.SIGINT):
     os.kill(child, number)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == number
 time.sleep(1.5)
-lifeline.forget()
+lifeline.save()
+Path(sys.argv[1], "saved").unlink()
 leave(7)
 """
     code, errors, _ = ended(tmp_path, body)
