@@ -41,6 +41,7 @@ setup(
         "vlm": VLM,
         "test": [
             "pytest",
+            "pytest-xdist",
             "ruff",
             "mypy",
             "setuptools>=77",

@@ -47,13 +47,23 @@ def check_others(accelerator: Accelerator) -> None:
         raise AnotherProcessFailed(f"process {rank}: {message}")
 
 
-def tell_others(error: BaseException) -> None:
-    """Let the other processes end too, within half a minute, even if they wait where this one will never be."""
+def tell_others(error: BaseException) -> BaseException:
+    """Let the other processes end too, within half a minute, even if they wait where this one will never be.
+
+    Returns:
+        What this process is to end with: the error, or another process's that was there before and led to it.
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        message, is_of_model = _said(error), isinstance(error, ModelFailure)
+        own = [torch.distributed.get_rank(), _said(error), isinstance(error, ModelFailure)]
         with contextlib.suppress(Exception):  # they may be gone
             if not _store().check([FAILURE_KEY]):
-                _store().set(FAILURE_KEY, json.dumps([torch.distributed.get_rank(), message, is_of_model]))
+                _store().set(FAILURE_KEY, json.dumps(own))
+            rank, message, _ = json.loads(_store().get(FAILURE_KEY))
+            if rank != own[0] and isinstance(error, Exception) and not isinstance(error, (ConfigError, RunFailure)):
+                failure = ProcessFailure(f"process {rank}: {message}")
+                failure.__cause__ = error
+                return failure
+    return error
 
 
 def _said(error: BaseException) -> str:

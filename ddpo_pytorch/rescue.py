@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ class Rescue:
 
     def __init__(self) -> None:
         self._pending: tuple[Snapshot, Path, int] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def keep(self, snapshot: "Snapshot", folder: Path, num_checkpoint_limit: int) -> None:
         """Have this state written, should the run end before a later one is.
@@ -41,9 +42,7 @@ class Rescue:
         Raises:
             RunFailure: it cannot be written, as `checkpoints.save_checkpoint` says; it is not tried again.
         """
-        if not self._lock.acquire(timeout=60):
-            raise RunFailure("another thread has been writing it for a minute")
-        try:
+        with self._alone():
             if self._pending is None:
                 return None
             from ddpo_pytorch.checkpoints import save_checkpoint
@@ -56,17 +55,30 @@ class Rescue:
                 raise
             self._pending = None  # not if a signal came in between: then it is written anew
             return target
-        finally:
-            self._lock.release()
 
     def write(self) -> None:
         """As `save`, when a run ends: says where, or why not."""
-        epoch = self._pending[0].state.epoch if self._pending is not None else None
         try:
-            if (target := self.save()) is not None:
-                say(f"the state after {epoch} epochs is saved: {target}")
-        except Exception as error:
-            say(f"error: the state after {epoch} epochs could not be saved: {error}")
+            with self._alone():  # also while it is said: the other thread would leave meanwhile
+                if self._pending is None:
+                    return
+                state = f"the state after {self._pending[0].state.epoch} epochs"
+                try:
+                    say(f"{state} is saved: {self.save()}")
+                except Exception as error:
+                    say(f"error: {state} could not be saved: {error}")
+        except RunFailure as error:
+            say(f"error: {error}")
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Of the main thread and the one that hears of signals, one at a time."""
+        if not self._lock.acquire(timeout=60):
+            raise RunFailure("another thread has been writing the last state for a minute")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def end(self, error: BaseException) -> None:
         """Write what is kept, unless it is what the error is about, and end the process."""
@@ -76,7 +88,7 @@ class Rescue:
         if not isinstance(error, ModelFailure):
             self.write()
         if (distributed := sys.modules.get("ddpo_pytorch.distributed")) is not None:  # not imported for this
-            distributed.tell_others(error)
+            error = distributed.tell_others(error)
         explain_and_leave(error)
 
 

@@ -16,6 +16,12 @@ from small_models import save_llava
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 from vlm_server import Proxy, serving
 
+if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
+    # Tests that run side by side get processor cores of their own: two busy pools of threads on the same ones crawl.
+    _cores = sorted(os.sched_getaffinity(0))
+    _number, _count = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.sched_setaffinity(0, _cores[_number::_count] or _cores)
+
 ROOT = Path(__file__).parent.parent
 TINY_SD = ROOT / "ddpo_pytorch" / "assets" / "tiny_sd"
 GOLDENS = Path(__file__).parent / "goldens"

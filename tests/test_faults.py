@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import wandb_file
 from conftest import ROOT, command_for, launch, read_metrics
 from test_train import assert_same_checkpoint
 
-from ddpo_pytorch.checkpoints import problem_of
+from ddpo_pytorch.checkpoints import problem_of, read_state
 
 pytestmark = pytest.mark.slow
 
@@ -398,3 +399,34 @@ def test_processes_that_see_different_checkpoints_are_refused(tmp_path):
     result = run(tmp_path, ["--config=apart.py"], processes=2)
     assert result.returncode == 1
     assert re.search(r"found different checkpoints .*process 0 test_.*/checkpoint_1, process 1 none", result.stderr)
+
+
+def test_a_skipped_update_has_a_point_of_its_own_on_the_dashboard(tmp_path):
+    prepare(tmp_path)
+    result = run(tmp_path, fault("gradients-once", "--config.log_with=wandb"))
+    assert result.returncode == 0, result.stderr
+    [folder] = (tmp_path / "logs").iterdir()
+    updates = [line for line in read_metrics(folder) if "loss" in line]
+    assert [line["step"] for line in updates] == [0, 1, 2] and [line["loss"] is None for line in updates] == [0, 1, 0]
+    [file] = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    points = list(wandb_file.history(file))
+    assert [point["_step"] for point in points] == [0, 1, 2]
+    assert [point["epoch"] for point in points if "reward_mean" in point] == [0, 1, 2]
+    assert [read_state(path).global_step for path in sorted((folder / "checkpoints").iterdir())] == [1, 2]
+
+
+def test_without_a_launcher_that_ends_them_processes_end_with_one_that_fails(tmp_path):
+    """As started by a cluster's own tools: nobody kills the others."""
+    prepare(tmp_path)
+    arguments = [f"--config={TINY}", *SHORT, *fault("training-error", rank=1)]
+    started = []
+    for rank in (0, 1):
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 29517}
+        environment = {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in ranks.items()}}
+        command, options = command_for(arguments, tmp_path, **environment)
+        started.append(subprocess.Popen(command, **options))
+    errors = [process.communicate(timeout=120)[1] for process in started]
+    assert [process.returncode for process in started] == [1, 1]
+    assert "ArithmeticError: the loss is odd" in errors[1]
+    assert errors[0].splitlines()[-1] == "error: process 1: ArithmeticError: the loss is odd"
+    assert checkpoints_in(tmp_path) == {1}
