@@ -148,6 +148,12 @@ def _digests(folder: Path) -> dict[str, list]:
     return digests
 
 
+def _digest_of(document: Mapping[str, Any]) -> str:
+    """Of a state file, less this entry itself."""
+    rest = {key: value for key, value in document.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
 def save_checkpoint(folder: Path, snapshot: Snapshot, num_checkpoint_limit: int) -> Path:
     """Write `folder/checkpoint_N`, N = the snapshot's epoch, aside and rename it into place; then prune the oldest.
 
@@ -171,16 +177,19 @@ def save_checkpoint(folder: Path, snapshot: Snapshot, num_checkpoint_limit: int)
         _write_weights(aside, snapshot)
         torch.save(snapshot.optimizer, aside / OPTIMIZER_FILE)
         # Last, so that a folder with a whole state file is a whole checkpoint.
-        document = {**asdict(snapshot.state), "files": _digests(aside)}
-        (aside / STATE_FILE).write_text(json.dumps(document, indent=1, default=str))
+        document = json.loads(json.dumps({**asdict(snapshot.state), "files": _digests(aside)}, default=str))
+        (aside / STATE_FILE).write_text(json.dumps({**document, "digest": _digest_of(document)}, indent=1))
         for path in aside.rglob("*"):
             _flush(path)
         replaced = _set_aside(target) if target.exists() else None  # not a whole one; those of later epochs were moved
         aside.rename(target)
         _flush(folder)
-    except (OSError, RuntimeError) as error:  # torch says RuntimeError for a full disk
+    except Exception as error:  # safetensors and torch have errors of their own for a full disk
         shutil.rmtree(aside, ignore_errors=True)
-        raise RunFailure(f"cannot write the checkpoint {target}: {error}; older ones are as they were") from error
+        said = " ".join(f"{error}".split())
+        with contextlib.suppress(OSError):
+            said += f" ({shutil.disk_usage(folder).free / 1e6:,.0f} MB free there)"
+        raise RunFailure(f"cannot write the checkpoint {target}: {said}; older ones are as they were") from None
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
     own = [path for path in list_checkpoints(folder) if (path / STATE_FILE).is_file()]
@@ -194,7 +203,8 @@ def _flush(path: Path) -> None:
     """Have the system write a file or folder to the disk itself."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+            os.fsync(handle)  # some file systems cannot for a folder
     finally:
         os.close(handle)
 
@@ -215,7 +225,10 @@ def problem_of(checkpoint: Path) -> str | None:
     """Why a checkpoint is not whole; None if it is. Reads all of it."""
     try:
         read_state(checkpoint)
-        recorded = json.loads((checkpoint / STATE_FILE).read_text())["files"]
+        document = json.loads((checkpoint / STATE_FILE).read_text())
+        if "digest" in document and document["digest"] != _digest_of(document):
+            return f"{STATE_FILE} has changed"
+        recorded = document["files"]
         entries = [(name, size, digest) for name, (size, digest) in recorded.items()]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return f"{STATE_FILE} is not readable ({error})"
@@ -329,6 +342,7 @@ def read_state(checkpoint: Path) -> TrainingState:
     try:
         values = json.loads((checkpoint / STATE_FILE).read_text())
         values.pop("files", None)
+        values.pop("digest", None)
         state = TrainingState(**{**values, "model": ModelIdentity(**values["model"])})
         if not all(isinstance(n, int) and n >= 0 for n in (state.epoch, state.global_step, state.log_step)):
             raise ValueError("its epoch or steps are no numbers")

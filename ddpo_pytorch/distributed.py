@@ -5,7 +5,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 
 from ddpo_pytorch.exits import ModelFailure, RunFailure
 from ddpo_pytorch.named_functions import ConfigError
+from ddpo_pytorch.rescue import Rescue
 
 
 class ProcessFailure(RunFailure):
@@ -30,6 +31,12 @@ class AnotherProcessFailed(RuntimeError):
 FAILURE_KEY = "ddpo_pytorch/failure"
 # Seconds after which processes that have not met a failed one end without meeting it
 PATIENCE = 20.0
+# Seconds between two looks at whether another process has failed; a failing one waits a little longer than that
+INTERVAL = 1.0
+SECONDS_TO_HEAR = 3.0
+
+# What a process has failed with, once this one has heard of it: its number, its message, whether the model is at fault
+_heard: list[tuple[int, str, bool]] = []
 
 
 def _store() -> torch.distributed.Store:
@@ -42,28 +49,48 @@ def check_others(accelerator: Accelerator) -> None:
     Raises:
         AnotherProcessFailed: so that this process meets the failed one at the end of the block at once.
     """
-    if accelerator.num_processes > 1 and _store().check([FAILURE_KEY]):
-        rank, message, _ = json.loads(_store().get(FAILURE_KEY))
-        raise AnotherProcessFailed(f"process {rank}: {message}")
+    if accelerator.num_processes > 1 and _listen():
+        raise AnotherProcessFailed("process {}: {}".format(*_heard[0][:2]))
 
 
-def tell_others(error: BaseException) -> BaseException:
+def tell_others(error: BaseException) -> tuple[bool, BaseException]:
     """Let the other processes end too, within half a minute, even if they wait where this one will never be.
 
     Returns:
-        What this process is to end with: the error, or another process's that was there before and led to it.
+        Whether this process was the first to fail, in which case others may not have met it yet; and what it is to end
+        with: the error, or another process's that was there before and led to it.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        own = [torch.distributed.get_rank(), _said(error), isinstance(error, ModelFailure)]
-        with contextlib.suppress(Exception):  # they may be gone
-            if not _store().check([FAILURE_KEY]):
-                _store().set(FAILURE_KEY, json.dumps(own))
-            rank, message, _ = json.loads(_store().get(FAILURE_KEY))
-            if rank != own[0] and isinstance(error, Exception) and not isinstance(error, (ConfigError, RunFailure)):
-                failure = ProcessFailure(f"process {rank}: {message}")
-                failure.__cause__ = error
-                return failure
-    return error
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False, error
+    if torch.distributed.get_world_size() == 1:
+        return False, error
+    own_rank = torch.distributed.get_rank()
+    # In a thread: a store whose machine is gone may not answer.
+    telling = threading.Thread(target=_tell, args=(own_rank, error), daemon=True)
+    telling.start()
+    telling.join(5.0)
+    others = [failure for failure in _heard if failure[0] != own_rank]
+    if others and isinstance(error, Exception) and not isinstance(error, (ConfigError, RunFailure)):
+        rank, message, is_of_model = others[0]
+        failure = (ModelFailure if is_of_model else ProcessFailure)(f"process {rank}: {message}")
+        failure.__cause__ = error
+        return False, failure
+    return not others, error
+
+
+def _tell(rank: int, error: BaseException) -> None:
+    with contextlib.suppress(Exception):  # the others may be gone
+        if not _store().check([FAILURE_KEY]):
+            _store().set(FAILURE_KEY, json.dumps([rank, _said(error), isinstance(error, ModelFailure)]))
+        _listen()
+
+
+def _listen() -> bool:
+    """Whether a process has failed; what it said is kept in `_heard`, since its store may be gone soon."""
+    if not _heard and _store().check([FAILURE_KEY]):
+        rank, message, is_of_model = json.loads(_store().get(FAILURE_KEY))
+        _heard.append((rank, message, is_of_model))
+    return bool(_heard)
 
 
 def _said(error: BaseException) -> str:
@@ -133,7 +160,7 @@ def fail_together(accelerator: Accelerator) -> Iterator[None]:
             raise
         error = e
         if not isinstance(e, AnotherProcessFailed):
-            tell_others(e)
+            _tell(accelerator.process_index, e)
     arrive(accelerator)
     raise_together(accelerator, error)
 
@@ -141,13 +168,13 @@ def fail_together(accelerator: Accelerator) -> Iterator[None]:
 class Phases:
     """Ends this process if it waits in vain for another, which it names, or for one that has failed."""
 
-    def __init__(self, accelerator: Accelerator, timeout: float, on_stuck: Callable[[RunFailure], None]) -> None:
+    def __init__(self, accelerator: Accelerator, timeout: float, rescue: Rescue) -> None:
         """
         Args:
             timeout: seconds that a process waits for others where they meet.
-            on_stuck: called in a thread of its own, while the main one waits in vain.
+            rescue: writes and ends, in a thread of its own, while the main one waits in vain.
         """
-        self.accelerator, self.timeout, self.on_stuck = accelerator, timeout, on_stuck
+        self.accelerator, self.timeout, self.rescue = accelerator, timeout, rescue
         self._closed = threading.Event()
         if accelerator.num_processes > 1:
             threading.Thread(target=self._watch, daemon=True, name="phases").start()
@@ -176,23 +203,32 @@ class Phases:
         try:
             reason = self._in_vain()
         except RuntimeError as lost:  # the store is gone, and with it the process that holds it
+            if not self._closed.is_set():
+                self.rescue.write()
             self._closed.wait(PATIENCE)
-            reason = RunFailure(f"the other processes are gone: {lost}")
+            reason = self._failure() if _heard else RunFailure(f"the other processes are gone: {lost}")
         if reason is not None and not self._closed.is_set():
-            self.on_stuck(reason)
+            self.rescue.end(reason)
+
+    def _failure(self) -> RunFailure:
+        rank, message, is_of_model = _heard[0]
+        return (ModelFailure if is_of_model else RunFailure)(f"process {rank}: {message}")
 
     def _in_vain(self) -> RunFailure | None:
         """Returns as soon as there is nothing to wait for, with the reason."""
         rank = self.accelerator.process_index
         arrivals, since, failed_since = -1, 0.0, None
-        while not self._closed.wait(min(5.0, self.timeout / 4)):
+        while not self._closed.wait(min(INTERVAL, self.timeout / 4)):
             now = time.monotonic()
-            if _store().check([FAILURE_KEY]):
-                failed_rank, message, is_of_model = json.loads(_store().get(FAILURE_KEY))
-                failed_since = failed_since or now
+            if _listen():
+                failed_rank, _, is_of_model = _heard[0]
+                if failed_since is None:
+                    failed_since = now
+                    if not is_of_model:
+                        self.rescue.write()  # at once: this process may be ended from outside
                 # The failed one itself has more to say, once it has met the others or their connections are cut.
                 if now - failed_since > PATIENCE * (2 if failed_rank == rank else 1):
-                    return (ModelFailure if is_of_model else RunFailure)(f"process {failed_rank}: {message}")
+                    return self._failure()
             own = _store().add(_arrivals_key(rank), 0)
             if own != arrivals:
                 arrivals, since = own, now

@@ -1,5 +1,6 @@
 """How a run ends that does not end well: what is said, and with which code. Imports nothing heavy."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -38,8 +39,9 @@ def leave(code: int, patience: float = 20.0) -> NoReturn:
     try:
         if (wandb := sys.modules.get("wandb")) is not None and getattr(wandb, "run", None) is not None:
             wandb.finish(exit_code=code)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
     finally:
         os._exit(code)
 
@@ -51,8 +53,14 @@ def _exit_after(seconds: float, code: int) -> None:
 
 def say(line: str) -> None:
     """A line to stderr, in one write, so that processes that say it at the same moment do not share a line."""
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):  # nobody listens any more, which must not keep a run from ending
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+
+def _print_traceback(error: BaseException) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        traceback.print_exception(error)
 
 
 def explain_and_leave(error: BaseException) -> NoReturn:
@@ -62,21 +70,25 @@ def explain_and_leave(error: BaseException) -> NoReturn:
     """
     if isinstance(error, SystemExit):  # of somebody's function: a whole run does not end like this
         say(f"error: the run was ended by sys.exit({error.code!r})")
-        leave(error.code if isinstance(error.code, int) and error.code else 1)
+        leave(error.code if isinstance(error.code, int) and 0 < error.code < 256 else 1)
     if isinstance(error, (Stopped, KeyboardInterrupt)):
         number = error.args[0] if isinstance(error, Stopped) else signal.SIGINT
         say(f"ended by {signal.Signals(number).name}")
-        leave(128 + number)
+        leave(128 + number, patience=10.0)
     if isinstance(error, ConfigError):
-        # Until there is a process group every process finds the same error, and one says it.
-        if _has_process_group() or os.environ.get("LOCAL_RANK", "0") == "0":
-            say(f"error: {error}")
+        # Until there is a process group every process finds the same error, and the first one of a machine says it.
+        # Another one says it too if the launcher lets it live: then it was the only one to find it.
+        rank = os.environ.get("LOCAL_RANK", "0")
+        if not _has_process_group() and rank != "0":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
+        say(f"error: {error}" if _has_process_group() or rank == "0" else f"error: local process {rank}: {error}")
     elif isinstance(error, RunFailure):
         if error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
+            _print_traceback(error.__cause__)
         say(f"error: {error}")
     else:
-        traceback.print_exception(error)
+        _print_traceback(error)
     leave(1)
 
 

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from ddpo_pytorch import checkpoints, metrics, policy
 from ddpo_pytorch.distributed import fail_together
 from ddpo_pytorch.exits import RunFailure
-from ddpo_pytorch.named_functions import ConfigError, with_device
+from ddpo_pytorch.named_functions import ConfigError, with_device, without_secrets
 from ddpo_pytorch.rescue import Rescue
 from ddpo_pytorch.run_plan import RunPlan
 from ddpo_pytorch.scoring import RewardFn
@@ -140,8 +140,13 @@ def _lock(run_folder: Path) -> None:
         lock.acquire()
     except Timeout:
         raise ConfigError(
-            f"another process is training in {run_folder}; wait for its end, or start a run of another config.run_name"
+            f"another process is training in {run_folder}, since it holds {lock.lock_file}; wait for its end, or start "
+            "a run of another config.run_name"
         ) from None
+    except OSError as error:
+        raise ConfigError(f"cannot write in the run's folder {run_folder}: {error}") from error
+    except NotImplementedError:  # a file system without locks
+        return
     _locks.append(lock)
 
 
@@ -176,11 +181,14 @@ def open_run_folder(
                 checkpoints.clean_up(run_folder / "checkpoints")
                 checkpoints.set_aside_newer(run_folder / "checkpoints", resumed.epoch)
             document = {
-                "config": config.to_dict(),
+                "config": without_secrets(config.to_dict()),
                 "num_processes": accelerator.num_processes,
                 "versions": metrics.package_versions(),
             }
-            (run_folder / "config.json").write_text(json.dumps(document, indent=2, default=str))
+            try:
+                (run_folder / "config.json").write_text(json.dumps(document, indent=2, default=str))
+            except OSError as error:
+                raise ConfigError(f"cannot write in the run's folder {run_folder}: {error}") from error
     accelerator.project_configuration.logging_dir = str(run_folder)
     return run_name, run_folder
 
@@ -199,10 +207,9 @@ def save_together(
 
     Args:
         unet: unwrapped.
-        is_due: False: keep the state for a run that ends before the next one is.
+        is_due: False: keep the state for a run that ends before the next one is. What differs is never kept.
     """
-    if is_due:
-        checkpoints.check_weights_agree(accelerator, unet)
+    checkpoints.check_weights_agree(accelerator, unet)
     with fail_together(accelerator):
         if accelerator.is_main_process:
             folder = run_folder / "checkpoints"
@@ -251,13 +258,15 @@ def describe(
         "prompts, reward": f"{config.prompt_fn}, {config.reward_fn}",
         "run folder": f"{run_folder}",
     }
-    lines["config"] = ", ".join(f"{key} {value!r}" for key, value in metrics.flatten(config.to_dict()).items())
+    lines["config"] = ", ".join(
+        f"{key} {value!r}" for key, value in metrics.flatten(without_secrets(config.to_dict())).items()
+    )
     if resumed is not None:
         lines["resumed"] = f"after {resumed.epoch} epochs"
         if resumed.num_processes != plan.num_processes:
             lines["resumed"] += (
                 f", which {_processes(resumed.num_processes)} ran: other prompts and noise are drawn now"
             )
-        if changed := changed_options(resumed.config, config.to_dict()):
+        if changed := changed_options(resumed.config, without_secrets(config.to_dict())):
             lines["changed options"] = ", ".join(changed)
     return "\n".join(f"{name + ':':<19}{value}" for name, value in lines.items())

@@ -122,6 +122,7 @@ class RunLog:
         self.run_folder = run_folder
         self.metrics_file = run_folder / "metrics.jsonl"
         self.curve: list[tuple[int, float, float]] = []  # (epoch, reward mean, reward std)
+        self.sent_before = 0  # dashboards have all earlier steps, from a run that went further than its checkpoint
         if accelerator.is_main_process:
             self._take_up(first_epoch)
 
@@ -133,12 +134,14 @@ class RunLog:
                 entry = json.loads(line)
             except json.JSONDecodeError:  # torn by a crash
                 continue
+            self.sent_before = max(self.sent_before, entry["step"])
             if entry["epoch"] < first_epoch:
                 kept.append(line)
                 self._extend_curve(entry)
         aside = self.metrics_file.with_suffix(".writing")
-        aside.write_text("".join(line + "\n" for line in kept))
-        aside.replace(self.metrics_file)
+        with _writing(self.metrics_file):
+            aside.write_text("".join(line + "\n" for line in kept))
+            aside.replace(self.metrics_file)
 
     def _extend_curve(self, values: Mapping[str, Any]) -> None:
         if "reward_mean" in values:
@@ -149,9 +152,10 @@ class RunLog:
         """Log numbers and arrays; `values` must have "epoch"."""
         if not self.accelerator.is_main_process:
             return
-        # W&B cannot draw a histogram with a NaN in it; a failed sample is one.
-        finite = {k: v[np.isfinite(v)] if isinstance(v, np.ndarray) else v for k, v in values.items()}
-        self.accelerator.log(finite, step=step)
+        if step >= self.sent_before:  # of the last one they may have only a part
+            # W&B cannot draw a histogram with a NaN in it; a failed sample is one.
+            finite = {k: v[np.isfinite(v)] if isinstance(v, np.ndarray) else v for k, v in values.items()}
+            self.accelerator.log(finite, step=step)
         line = {"step": step, **{k: _plain(v) for k, v in values.items()}}
         with _writing(self.metrics_file), self.metrics_file.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -166,7 +170,7 @@ class RunLog:
         if not images or not self.accelerator.is_main_process:
             return
         grid = image_grid(images, captions)
-        for tracker in self.accelerator.trackers:
+        for tracker in self.accelerator.trackers if step >= self.sent_before else ():
             if tracker.name == "wandb":
                 import wandb
 
@@ -230,9 +234,17 @@ def reward_metrics(epoch: int, rewards: np.ndarray, details: Mapping[str, np.nda
         "reward": rewards,
         "epoch": epoch,
         "reward_mean": _mean(rewards),
-        "reward_std": float(np.nanstd(rewards)) if np.isfinite(rewards).any() else math.nan,
+        "reward_std": _std(rewards),
         "reward/failed_fraction": float(np.isnan(rewards).mean()),
     }
+
+
+def _std(values: np.ndarray) -> float:
+    """Of those that are finite; exactly 0 where all are equal, which rounding of their mean would hide."""
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return math.nan
+    return float(np.std(finite)) if finite.min() < finite.max() else 0.0
 
 
 def _mean(values: np.ndarray) -> float:

@@ -3,11 +3,15 @@
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+SECRET_NAME = re.compile(r"(^|_|-)(api_?key|key|token|secret|password|passwd|pwd)$", re.IGNORECASE)
+URL_USER = re.compile(r"(\w+://)[^/@\s]+@")
 
 
 class ConfigError(ValueError):
@@ -69,6 +73,20 @@ def resolve_function(spec: str, shipped: types.ModuleType, option: str) -> Calla
     return function
 
 
+def without_secrets(value: Any, key: str = "") -> Any:
+    """A copy of a nest of options to be shown or kept: what is called a key, token, secret or password is "***".
+
+    So are user and password of a URL. A name that ends in _env is of a variable, and stays.
+    """
+    if isinstance(value, Mapping):
+        return {name: without_secrets(entry, str(name)) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(without_secrets(entry, key) for entry in value)
+    if isinstance(value, str) and value and SECRET_NAME.search(key):
+        return "***"
+    return URL_USER.sub(r"\1***@", value) if isinstance(value, str) else value
+
+
 def check_arguments(function: Callable, kwargs: Mapping[str, Any], option: str) -> None:
     """Raises ConfigError if the function cannot be called with these; the message shows its signature."""
     try:
@@ -77,7 +95,7 @@ def check_arguments(function: Callable, kwargs: Mapping[str, Any], option: str) 
         parameters = inspect.signature(function).replace(return_annotation=inspect.Signature.empty)
         signature = f"{getattr(function, '__name__', function)}{parameters}"
         raise ConfigError(
-            f"config.{option}_kwargs {dict(kwargs)} do not fit {signature}: {error} "
+            f"config.{option}_kwargs {without_secrets(kwargs)} do not fit {signature}: {error} "
             f"(config.{option}_kwargs={{}} empties them)"
         ) from error
 

@@ -85,14 +85,20 @@ class Rescue:
         with contextlib.suppress(ValueError):  # only the main thread may
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
-        if not isinstance(error, ModelFailure):
-            self.write()
-        if (distributed := sys.modules.get("ddpo_pytorch.distributed")) is not None:  # not imported for this
-            error = distributed.tell_others(error)
-        explain_and_leave(error)
+        try:
+            seconds_to_hear = 0.0
+            if (distributed := sys.modules.get("ddpo_pytorch.distributed")) is not None:  # not imported for this
+                told, error = distributed.tell_others(error)
+                seconds_to_hear = distributed.SECONDS_TO_HEAR if told else 0.0
+            if not isinstance(error, ModelFailure):
+                self.write()
+            time.sleep(seconds_to_hear)  # the others may ask this process why
+            explain_and_leave(error)
+        finally:  # whatever went wrong there
+            leave(1)
 
 
-def end_on_signals(rescue: Rescue, grace: float = 10.0) -> None:
+def end_on_signals(rescue: Rescue, grace: float = 5.0) -> None:
     """From now on SIGTERM and SIGINT raise `Stopped` in the main thread.
 
     Python runs a handler between two of its own instructions, which may be never in a library that hangs. So a thread
@@ -125,6 +131,6 @@ def end_on_signals(rescue: Rescue, grace: float = 10.0) -> None:
                 rescue.write()
                 time.sleep(grace)
                 say(f"ended by {signal.Signals(numbers[0]).name}, {grace:g} s after it")
-                leave(128 + numbers[0])
+                leave(128 + numbers[0], patience=10.0)
 
     threading.Thread(target=watch, daemon=True, name="signals").start()

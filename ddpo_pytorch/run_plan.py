@@ -5,6 +5,7 @@ All of it before a model is loaded; this file imports neither torch nor diffuser
 
 import ast
 import difflib
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -155,7 +156,7 @@ def _literal(text: str) -> Any:
     """The Python value that a text spells, or else the text."""
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # as for {[1]: 2}, or many brackets
         return text
 
 
@@ -262,7 +263,7 @@ def _check_value(key: str, value: Any) -> None:
     fits = {
         bool: isinstance(value, bool),
         int: isinstance(value, int) and not isinstance(value, bool),
-        float: isinstance(value, (int, float)) and not isinstance(value, bool) and value == value,
+        float: isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
         str: isinstance(value, str),
         tuple: isinstance(value, (tuple, list)),
     }[kind]

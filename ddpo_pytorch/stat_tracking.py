@@ -75,6 +75,7 @@ class PerPromptStatTracker:
             raise ValueError(f"got {len(prompts)} prompts and {len(rewards)} rewards; each prompt needs one reward")
         advantages = np.zeros_like(rewards)
         valid = np.isfinite(rewards)
+        self.own_share = 0.0
         if not valid.any():
             return advantages
         batch_mean, batch_std = _mean_and_std(rewards[valid])

@@ -14,7 +14,7 @@ from absl import app, flags
 from ml_collections import ConfigDict
 
 from ddpo_pytorch.exits import leave
-from ddpo_pytorch.named_functions import ConfigError
+from ddpo_pytorch.named_functions import ConfigError, without_secrets
 from ddpo_pytorch.rescue import Rescue, end_on_signals
 from ddpo_pytorch.run_plan import RunPlan, apply_overrides, load_config, make_plan, split_overrides
 
@@ -70,11 +70,12 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
     if checkpoint is not None and resumed is not None and resumed.epoch >= config.num_epochs:
         return accelerator.print(checkpoints.nothing_left(checkpoint, resumed, config.num_epochs))
     policy.check_device(accelerator.device, config.mixed_precision, train.use_8bit_adam)
-    phases = Phases(accelerator, timeout=60 * config.timeout_minutes, on_stuck=rescue.end)
+    phases = Phases(accelerator, timeout=60 * config.timeout_minutes, rescue=rescue)
     for warning in [*plan.warnings, *(f"warning: {problem}" for problem in skipped)]:
         accelerator.print(warning, flush=True)
 
     # LOAD   what scores the images; frozen VAE and text encoder, trainable UNet
+    phases.enter("loading the reward")
     reward_fn = launch.make_reward(accelerator, plan)
     workers = RewardWorkers(
         reward_fn,
@@ -86,6 +87,7 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
         max_failed_fraction=config.max_failed_fraction,
         count_together=functools.partial(count_together, accelerator) if plan.num_processes > 1 else None,
     )
+    phases.enter("loading the model")
     scheduler = policy.load_scheduler(
         pretrained.model, pretrained.revision, sample.num_steps, sample.eta, accelerator.device
     )
@@ -109,6 +111,7 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
         epsilon=train.adam_epsilon,
         use_8bit_adam=train.use_8bit_adam,
     )
+    phases.enter("starting")
     unet, optimizer = accelerator.prepare(pipeline.unet, optimizer)
     model = policy.make_policy(pipeline, unet, scheduler, sample.guidance_scale, sample.eta)
 
@@ -131,7 +134,7 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
     run_name, run_folder = launch.open_run_folder(accelerator, config, checkpoint, resumed)
     with fail_together(accelerator):
         log = metrics.RunLog(accelerator, run_folder, first_epoch)
-        run_ids |= metrics.start_trackers(accelerator, run_folder, run_name, config.to_dict(), run_ids)
+        run_ids |= metrics.start_trackers(accelerator, run_folder, run_name, without_secrets(config.to_dict()), run_ids)
     accelerator.print(launch.describe(plan, accelerator, model, run_folder, resumed), flush=True)
 
     skipped_steps = update.SkippedSteps(train.max_skipped_steps)
@@ -237,6 +240,21 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
             accelerator.print(warning, flush=True)
         trained = time.perf_counter()
 
+        epoch_metrics = {
+            "epoch": epoch,
+            "policy/logp_gap": results[0].logp_gap,
+            "policy/logp_gap_timestep": results[0].logp_gap_timestep,
+            "policy/updates": len(results),
+            "policy/skipped_steps": sum(result.skipped for result in results),
+            "time/sample_s": sampled - started,
+            "time/reward_s": rewarded - sampled,
+            "time/train_s": trained - reported,
+            "time/epoch_s": time.perf_counter() - started,
+        }
+        with fail_together(accelerator):
+            log.log(epoch_metrics, step=log_step - 1)
+        accelerator.print(metrics.summary({**reward_metrics, **epoch_metrics}), flush=True)
+
         # SAVE   everything needed to continue as if nothing had happened
         phases.enter(f"epoch {epoch}: saving")
         launch.save_together(
@@ -255,27 +273,12 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
                 tracker_run_ids=run_ids,
                 scaler=accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
                 num_processes=plan.num_processes,
-                config=config.to_dict(),
+                config=without_secrets(config.to_dict()),
             ),
             is_due=epoch + 1 == config.num_epochs or (config.save_freq > 0 and (epoch + 1) % config.save_freq == 0),
             num_checkpoint_limit=config.num_checkpoint_limit,
             rescue=rescue,
         )
-
-        epoch_metrics = {
-            "epoch": epoch,
-            "policy/logp_gap": results[0].logp_gap,
-            "policy/logp_gap_timestep": results[0].logp_gap_timestep,
-            "policy/updates": len(results),
-            "policy/skipped_steps": sum(result.skipped for result in results),
-            "time/sample_s": sampled - started,
-            "time/reward_s": rewarded - sampled,
-            "time/train_s": trained - reported,
-            "time/epoch_s": time.perf_counter() - started,
-        }
-        with fail_together(accelerator):
-            log.log(epoch_metrics, step=log_step - 1)
-        accelerator.print(metrics.summary({**reward_metrics, **epoch_metrics}), flush=True)
 
     workers.close()
     phases.close()

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ddpo_pytorch.scorers.devices import own_device, own_dtype
-from ddpo_pytorch.scorers.hub import first_line
+from ddpo_pytorch.scorers.hub import commit_of, first_line
 
 
 class BertScoreRecall(torch.nn.Module):
@@ -37,8 +37,8 @@ class BertScoreRecall(torch.nn.Module):
 
         self.device = own_device(device)
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(model, revision=revision or None)
-            encoder = AutoModel.from_pretrained(model, revision=revision or None)
+            self.tokenizer = AutoTokenizer.from_pretrained(model, revision=commit_of(model, revision))
+            encoder = AutoModel.from_pretrained(model, revision=commit_of(model, revision))
         except Exception as error:
             raise ValueError(f'cannot load the text encoder "{model}": {first_line(error)}') from error
         available = encoder.config.num_hidden_layers

@@ -88,6 +88,8 @@ def check_server(base_url: str = "http://127.0.0.1:8000/v1", api_key_env: str = 
         raise ChatSetupError("base_url must not hold a user or password; name a variable with the key in api_key_env")
     key = os.environ.get(api_key_env, "") if api_key_env else "none"
     if not key:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z_0-9]*", api_key_env):  # a key itself, perhaps: not to be repeated
+            raise ChatSetupError("api_key_env must be the name of an environment variable that holds the key")
         raise ChatSetupError(f"api_key_env names the environment variable {api_key_env!r}, which is not set")
     if not key.isascii() or not key.isprintable() or " " in key:
         raise ChatSetupError(f"the key in the variable {api_key_env!r} has spaces, line ends or letters beyond ASCII")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ddpo_pytorch.images import to_pil
 from ddpo_pytorch.scorers.devices import own_device, own_dtype
-from ddpo_pytorch.scorers.hub import first_line, hub_file, hub_folder
+from ddpo_pytorch.scorers.hub import commit_of, first_line, hub_file, hub_folder
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -137,8 +137,8 @@ class PickScore(torch.nn.Module):
 
         self.device, self.dtype = own_device(device), own_dtype(dtype)
         try:
-            towers = CLIPModel.from_pretrained(model, revision=revision or None)
-            self.processor = CLIPProcessor.from_pretrained(processor, revision=processor_revision or None)
+            towers = CLIPModel.from_pretrained(model, revision=commit_of(model, revision))
+            self.processor = CLIPProcessor.from_pretrained(processor, revision=commit_of(processor, processor_revision))
         except Exception as error:
             reason = first_line(error)
             raise ValueError(f'cannot load "{model}" with the processor "{processor}": {reason}') from error
@@ -173,5 +173,5 @@ def load_hps(
     """
     if weights and not Path(weights).is_file():
         raise ValueError(f'HPS weights "{weights}": there is no such file')
-    path = weights or str(hub_file("xswu/HPSv2", "HPS_v2.1_compressed.pt", revision or None))
+    path = weights or str(hub_file("xswu/HPSv2", "HPS_v2.1_compressed.pt", commit_of("xswu/HPSv2", revision)))
     return OpenClip(model, pretrained=path, dtype=dtype, device=device)
