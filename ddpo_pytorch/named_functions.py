@@ -17,6 +17,9 @@ URL_USER = re.compile(r"(\w+://)[^/@\s]+@")
 class ConfigError(ValueError):
     """The user asked for something that cannot work; the message is one line and says what would."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()).rstrip())  # what it quotes may have several
+
 
 def load_module(name: str, path: str) -> types.ModuleType:
     """Run a python file as a module of that name."""

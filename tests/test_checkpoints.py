@@ -2,6 +2,7 @@ import dataclasses
 import json
 import pickle
 import re
+import resource
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch.testing import assert_close
 
 from ddpo_pytorch import checkpoints, policy
 from ddpo_pytorch.checkpoints import (
+    LORA_FILE,
+    OPTIMIZER_FILE,
     ModelIdentity,
     TrainingState,
     check_identity,
@@ -162,8 +165,17 @@ def flip(path):
 
 
 def rewrite(checkpoint, **values):
+    """A state file as another version of this program might write it."""
     path = checkpoint / "state.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    document = {**json.loads(path.read_text()), **values}
+    document.pop("digest")
+    path.write_text(json.dumps(document))
+
+
+def count_one_more(path):
+    changed = path.read_text().replace('"global_step": ', '"global_step": 1')
+    assert changed != path.read_text()
+    path.write_text(changed)
 
 
 def loop(path):
@@ -179,6 +191,7 @@ DAMAGE = {
     "state-cut": (lambda c: cut(c / "state.json"), "state.json is not readable"),
     "state-missing": (lambda c: (c / "state.json").unlink(), "state.json is not readable"),
     "state-foreign": (lambda c: (c / "state.json").write_text('{"epoch": 9}'), "state.json is not readable"),
+    "state-a-digit": (lambda c: count_one_more(c / "state.json"), "state.json has changed"),
     "no-files": (lambda c: rewrite(c, files={}), "lists no weights or no optimizer.pt"),
     "no-weights": (lambda c: rewrite(c, files={"optimizer.pt": [1, ""]}), "lists no weights or no optimizer.pt"),
     "files-a-list": (lambda c: rewrite(c, files=[]), "state.json is not readable"),
@@ -258,15 +271,19 @@ def test_resuming_by_name_starts_goes_on_and_says_that_it_is_complete(tmp_path, 
     assert "checkpoint_2 has 2 epochs already" in nothing_left(checkpoint, found, 2)
 
 
-def test_a_write_that_fails_leaves_the_older_checkpoints(tmp_path, random_sd, monkeypatch):
+@pytest.mark.parametrize("limit", [0, 1000, 20_000], ids=lambda limit: f"{limit} bytes")
+def test_a_write_that_fails_leaves_the_older_checkpoints(tmp_path, random_sd, limit):
+    """The kernel itself refuses files beyond a size: the weights', the optimizer's."""
     pipeline, optimizer = save(tmp_path, random_sd)
-
-    def full_disk(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full_disk)
-    with pytest.raises(RunFailure, match="cannot write the checkpoint .*checkpoint_2: .*No space left"):
-        save_now(tmp_path, pipeline, optimizer, state(2), 1)
+    sizes = [(tmp_path / "checkpoint_1" / name).stat().st_size for name in (LORA_FILE, OPTIMIZER_FILE)]
+    assert sizes[0] > 1000 and sizes[1] > 20_000
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(RunFailure, match=r"cannot write the checkpoint .*checkpoint_2: .* MB free there\); older"):
+            save_now(tmp_path, pipeline, optimizer, state(2), 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_1"]
     assert find_checkpoint(str(tmp_path))[0].name == "checkpoint_1"
 

@@ -11,6 +11,7 @@ CASES = {
     "terminate": ("Stopped(15)", 143, ["ended by SIGTERM"]),
     "exit": ("SystemExit(3)", 3, ["error: the run was ended by sys.exit(3)"]),
     "exit-0": ("SystemExit(0)", 1, ["error: the run was ended by sys.exit(0)"]),
+    "exit-256": ("SystemExit(256)", 1, ["error: the run was ended by sys.exit(256)"]),  # the system would make 0 of it
     "exit-with-words": ("SystemExit('words')", 1, ["error: the run was ended by sys.exit('words')"]),
 }
 
@@ -44,8 +45,19 @@ def test_a_fault_in_code_shows_where():
 
 
 def test_what_every_process_finds_alike_is_said_once():
-    assert ended("raise ConfigError('no')", LOCAL_RANK="1").stderr == ""
     assert ended("raise ConfigError('no')", LOCAL_RANK="0").stderr == "error: no\n"
+    killed_by_its_launcher = "threading.Timer(1, os.kill, (os.getpid(), 15)).start(); raise ConfigError('no')"
+    result = ended(f"import os; {killed_by_its_launcher}", LOCAL_RANK="1")
+    assert (result.stderr, result.returncode) == ("", -15)
+    # Nobody ended it: the first process has not found the error, or not this one.
+    result = ended("raise ConfigError('no')", LOCAL_RANK="1")
+    assert (result.stderr, result.returncode) == ("error: local process 1: no\n", 1)
+
+
+@pytest.mark.parametrize("error, code", [("RunFailure('x')", 1), ("Stopped(15)", 143), ("KeyError('x')", 1)])
+def test_a_terminal_that_is_gone_does_not_keep_a_process_from_ending_with_its_code(error, code):
+    for close in ("os.close(2)", "sys.stderr.close()", "sys.stderr = open('/dev/full', 'w')"):
+        assert ended(f"import os, sys; {close}; raise {error}", busy_thread=True).returncode == code
 
 
 def test_a_dashboard_that_cannot_be_closed_does_not_hold_the_process():

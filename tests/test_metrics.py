@@ -35,6 +35,26 @@ def test_a_resumed_log_drops_what_came_after_the_checkpoint(tmp_path):
     assert resumed.curve == [(0, 0, 1.0), (1, 1, 1.0)]
 
 
+def test_dashboards_get_no_step_again_that_they_have(tmp_path):
+    def sent(first_epoch):
+        log = run_log(tmp_path, first_epoch)
+        steps = []
+        log.accelerator.log = lambda values, step: steps.append(step)
+        for epoch in range(first_epoch, 3):
+            log.log({"epoch": epoch}, step=epoch)
+        return steps
+
+    assert sent(0) == [0, 1, 2]
+    # Of the last step they may have only a part; the file has each line once.
+    assert sent(1) == [2] and [line["epoch"] for line in read(tmp_path)] == [0, 1, 2]
+    assert sent(3) == []
+
+
+def test_equal_rewards_have_no_spread_at_all():
+    equal = metrics.reward_metrics(0, np.array([0.1] * 7 + [np.nan]), {})
+    assert np.std([0.1] * 7) > 0 and equal["reward_std"] == 0.0
+
+
 def test_the_curve_is_drawn(tmp_path):
     log = run_log(tmp_path)
     log.draw_curve()

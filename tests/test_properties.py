@@ -9,7 +9,16 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpo_pytorch.run_plan import ConfigError, _parsed, apply_overrides, load_config, make_plan, split_overrides
+from ddpo_pytorch.metrics import flatten
+from ddpo_pytorch.run_plan import (
+    ConfigError,
+    _known_keys,
+    _parsed,
+    apply_overrides,
+    load_config,
+    make_plan,
+    split_overrides,
+)
 from ddpo_pytorch.stat_tracking import PerPromptStatTracker
 from ddpo_pytorch.trajectories import Trajectories, shuffled_updates, take
 
@@ -142,6 +151,27 @@ def test_any_option_on_the_command_line_is_set_or_refused(key, text):
         make_plan(config, 1)
     except ConfigError:
         pass
+
+
+KEYS = sorted({*_known_keys(load_config(BASE)), *(f"prompt_fn_kwargs.{name}" for name in ("path", "low", "x"))})
+words = st.sampled_from(
+    ["", "None", "True", "nan", "inf", "-inf", "1e999", "0", "-1", "1.0", "3.5", "{}", "()", "auto"]
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.tuples(st.sampled_from(KEYS), words | st.text(max_size=8)), min_size=1, max_size=3))
+def test_any_value_of_any_option_makes_a_plan_or_a_config_error(pairs):
+    config = load_config(BASE)
+    try:
+        apply_overrides(config, pairs)
+        plan = make_plan(config, 2)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+        return
+    assert plan.updates_per_epoch >= 1 and plan.num_train_timesteps >= 1
+    numbers = [value for value in flatten(config.to_dict()).values() if isinstance(value, float)]
+    assert all(math.isfinite(number) for number in numbers)
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False) | st.integers() | st.booleans())

@@ -85,6 +85,7 @@ def test_a_run_leaves_what_people_look_at(tmp_path, random_sd):
         "images",
         "reward.png",
         "checkpoints",
+        "run.lock",
     }
     assert folder.name.startswith("test_20")
     document = json.loads((folder / "config.json").read_text())
