@@ -69,7 +69,12 @@ def start_trackers(
     names = [getattr(name, "value", name) for name in accelerator.log_with]
     kwargs: dict[str, dict] = {}
     if "wandb" in names:
+        import wandb
+
         kwargs["wandb"] = {"name": run_name, "dir": str(run_folder)}
+        if (flush := "x_transaction_log_flush_interval") in wandb.Settings.model_fields:
+            # On the disk at once, or a process that is killed takes the last 15 s of points with it.
+            kwargs["wandb"]["settings"] = wandb.Settings(**{flush: 0.05})
         if accelerator.is_main_process:
             reason = wandb_offline_reason()
             if reason is not None:
@@ -148,14 +153,18 @@ class RunLog:
             mean, std = (math.nan if values[k] is None else values[k] for k in ("reward_mean", "reward_std"))
             self.curve.append((values["epoch"], mean, std))
 
-    def log(self, values: dict[str, Any], step: int) -> None:
-        """Log numbers and arrays; `values` must have "epoch"."""
+    def log(self, values: dict[str, Any], step: int, is_last: bool = False) -> None:
+        """Log numbers and arrays; `values` must have "epoch".
+
+        Args:
+            is_last: of this step; W&B keeps a step back until it knows.
+        """
         if not self.accelerator.is_main_process:
             return
         if step >= self.sent_before:  # of the last one they may have only a part
             # W&B cannot draw a histogram with a NaN in it; a failed sample is one.
             finite = {k: v[np.isfinite(v)] if isinstance(v, np.ndarray) else v for k, v in values.items()}
-            self.accelerator.log(finite, step=step)
+            self.accelerator.log(finite, step=step, log_kwargs={"wandb": {"commit": True}} if is_last else {})
         line = {"step": step, **{k: _plain(v) for k, v in values.items()}}
         with _writing(self.metrics_file), self.metrics_file.open("a") as file:
             file.write(json.dumps(line) + "\n")

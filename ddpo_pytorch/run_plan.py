@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 import ddpo_pytorch.prompts
 import ddpo_pytorch.rewards
-from ddpo_pytorch.named_functions import ConfigError, check_arguments, load_module, resolve_function
+from ddpo_pytorch.named_functions import ConfigError, check_arguments, load_module, resolve_function, without_secrets
 from ddpo_pytorch.stat_tracking import PerPromptStatTracker
 
 # --- the options: type, allowed values (as the message names them), default where the original had no such key
@@ -150,6 +150,16 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str
             value = next(arguments, "")
         overrides.append((key.removeprefix("config."), value))
     return rest, overrides
+
+
+def without_secret_arguments(rest: Sequence[str], overrides: Sequence[tuple[str, str]]) -> list[str]:
+    """A command line to be shown: as `split_overrides` took it apart, but for secrets, which are "***"."""
+    shown = list(rest)
+    for key, text in overrides:
+        value = _literal(text)
+        masked = without_secrets(value, key.rpartition(".")[2])
+        shown.append(f"--config.{key}={text if masked == value else masked}")
+    return shown
 
 
 def _literal(text: str) -> Any:

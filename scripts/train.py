@@ -16,7 +16,14 @@ from ml_collections import ConfigDict
 from ddpo_pytorch.exits import leave
 from ddpo_pytorch.named_functions import ConfigError, without_secrets
 from ddpo_pytorch.rescue import Rescue, end_on_signals
-from ddpo_pytorch.run_plan import RunPlan, apply_overrides, load_config, make_plan, split_overrides
+from ddpo_pytorch.run_plan import (
+    RunPlan,
+    apply_overrides,
+    load_config,
+    make_plan,
+    split_overrides,
+    without_secret_arguments,
+)
 
 CONFIG = flags.DEFINE_string(
     "config", "config/base.py", "Config file, as PATH or PATH:NAME; --config.KEY=VALUE sets one of its options."
@@ -252,7 +259,7 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
             "time/epoch_s": time.perf_counter() - started,
         }
         with fail_together(accelerator):
-            log.log(epoch_metrics, step=log_step - 1)
+            log.log(epoch_metrics, step=log_step - 1, is_last=True)
         accelerator.print(metrics.summary({**reward_metrics, **epoch_metrics}), flush=True)
 
         # SAVE   everything needed to continue as if nothing had happened
@@ -299,4 +306,5 @@ def main(argv: list[str], overrides: list[tuple[str, str]]) -> None:
 
 if __name__ == "__main__":
     arguments, config_overrides = split_overrides(sys.argv)
+    sys.argv = without_secret_arguments(arguments, config_overrides)  # dashboards show them
     app.run(functools.partial(main, overrides=config_overrides), argv=arguments)

@@ -163,15 +163,24 @@ def not_finite_weights():
     replace("ddpo_pytorch.checkpoints", "take_snapshot", make)
 
 
-def full_disk(module, name):
+def no_files_beyond(size):
+    """While a checkpoint is written, the kernel itself refuses files to grow beyond so many bytes."""
+
     def put():
+        import resource
+
         def make(original):
-            def failing(*args, **kwargs):
-                raise OSError(28, "No space left on device")
+            def limited(*args, **kwargs):
+                before = resource.getrlimit(resource.RLIMIT_FSIZE)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-            return failing
+            return limited
 
-        replace(module, name, make)
+        replace("ddpo_pytorch.checkpoints", "save_checkpoint", make)
 
     return put
 
@@ -213,6 +222,9 @@ def other_log_probs():
     replace(sys.modules["ddpo_pytorch.policy"].Policy, "sample", make)
 
 
+# Enough for the embedded model's LoRA, too little for its optimizer
+DISK_FOR_WEIGHTS = 1_000_000
+
 FAULTS = {
     "prompt-error": prompt_error,
     "leave": leave,
@@ -228,8 +240,8 @@ FAULTS = {
     "gradients-always": training_prediction(updates=1000),
     "diverging": diverging_weights,
     "not-finite-weights": not_finite_weights,
-    "disk-weights": full_disk("ddpo_pytorch.checkpoints", "_write_weights"),
-    "disk-optimizer": full_disk("torch", "save"),
+    "disk-weights": no_files_beyond(1000),
+    "disk-optimizer": no_files_beyond(DISK_FOR_WEIGHTS),
     "disk-rewards": full_disk_for("log", "reward_mean"),
     "disk-losses": full_disk_for("log", "loss"),
     "kill-sampling": killed_at("ddpo_pytorch.rollout", "to_uint8"),

@@ -230,6 +230,7 @@ def test_a_server_without_a_list_of_models_is_taken_at_its_first_reply(proxy):
         ({"base_url": 5}, "base_url must be like"),
         ({"base_url": "https://me:secret@host/v1"}, "must not hold a user or password"),
         ({"api_key_env": "NO_SUCH_KEY"}, "'NO_SUCH_KEY', which is not set"),
+        ({"api_key_env": "sk-secret-itself"}, "api_key_env must be the name of an environment variable"),
         ({"max_tries": 0}, "max_tries must be a whole number, 1 or greater; got 0"),
         ({"concurrency": 1.5}, "concurrency must be"),
         ({"quality": 101}, "quality must be a whole number from 1 to 100; got 101"),

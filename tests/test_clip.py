@@ -1,6 +1,7 @@
 """CLIP scorers on small models, loaded from disk by the code that loads the real ones."""
 
 import json
+import re
 
 import numpy as np
 import open_clip
@@ -10,7 +11,7 @@ from PIL import Image
 from small_models import OPEN_CLIP_CONFIG, save_open_clip, save_transformers_clip
 
 from ddpo_pytorch import rewards
-from ddpo_pytorch.scorers import clip
+from ddpo_pytorch.scorers import clip, hub
 from ddpo_pytorch.scorers.clip import OpenClip, PickScore, load_hps
 from ddpo_pytorch.scorers.devices import own_dtype
 
@@ -95,6 +96,17 @@ def test_a_revision_is_asked_of_the_hub(monkeypatch, folder):
     assert clip._resolve("hf-hub:me/mine", "", "def")[0] == f"local-dir:{folder}"
     of_openai = ("timm/vit_large_patch14_clip_224.openai", "open_clip_model.safetensors", "abc")
     assert asked == [of_openai, ("me/mine", "def")]
+
+
+def test_repositories_that_the_package_names_are_asked_for_at_a_commit(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(clip, "hub_file", lambda *a: asked.append(a) or tmp_path)
+    monkeypatch.setattr(clip, "OpenClip", lambda *args, **kwargs: None)
+    for revision in ("", "mine"):
+        clip.load_hps("ViT-H-14", "", revision, "", "cpu")
+    assert [revision for *_, revision in asked] == [hub.COMMITS["xswu/HPSv2"], "mine"]
+    assert all(re.fullmatch("[0-9a-f]{40}", commit) for commit in hub.COMMITS.values())
+    assert hub.commit_of("somebody/else", "") is None
 
 
 @pytest.mark.parametrize(

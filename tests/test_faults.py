@@ -1,6 +1,6 @@
 """What can go wrong in a run, each put into a real run of the embedded model: how it ends, what it says, what is left."""
 
-import contextlib
+import json
 import random
 import re
 import shutil
@@ -34,9 +34,12 @@ SHORT = [
 ]
 REWARDS = """
 import os, time
+def prompt(token): return "cat", {}
 RANK = os.environ.get("RANK", "0")
 calls = 0
-def reward(kind, rank="0"):
+def reward(kind, rank="0", api_key=""):
+    if kind == "hangs" and RANK == rank:
+        time.sleep(3600)
     def f(images, prompts, metadata):
         global calls
         calls += 1
@@ -86,6 +89,9 @@ class Row:
 NO_ERROR = ["error: ", "Traceback"]
 IMPATIENT = ["--config.timeout_minutes=0.2", "--config.reward_timeout=5"]
 STUCK = r"error: waited [\d.]+ minutes \(config.timeout_minutes\) for process {}, which is at {}"
+NO_ROOM = (
+    r"error: (process 0: )?cannot write the checkpoint .*checkpoint_2: .* MB free there\); older ones are as they were"
+)
 # fmt: off
 TABLE = {
     # --- what a config can say, before anything is loaded
@@ -124,6 +130,7 @@ TABLE = {
     "few rewards fail": Row(reward("one-nan", "--config.max_failed_fraction=0.3"), 0, ["25.0% failed", "finished"], {2, 3}, never=NO_ERROR),
     "all rewards equal": Row(reward("equal"), 0, [r"reward 7 \+- 0", "all rewards of this epoch are equal", "finished"], {2, 3}, never=NO_ERROR),
     "reward sleeps for ever": Row(reward("sleeps", "--config.reward_timeout=1"), 1, ["took longer than config.reward_timeout, 1 s"], {1}),
+    "reward is never made on one of two": Row(reward("hangs", *IMPATIENT, rank=1), 1, [STUCK.format(1, "loading the reward")], None, 2),
     "reward sleeps on one of two": Row(reward("sleeps", "--config.reward_timeout=1", rank=1), 1, ["process 1: reward function .* took longer"], {1}, 2),
 
     # --- prompts, sampling, training
@@ -149,11 +156,16 @@ TABLE = {
     # --- saving
     "weights are not finite": Row(fault("not-finite-weights"), 1, ["trained tensors are not finite, first"], {1}),
     "weights differ between two": Row(fault("diverging", rank=1), 1, ["the processes' trained weights differ"], {1}, 2),
-    "the disk is full for weights": Row(fault("disk-weights"), 1, ["cannot write the checkpoint .*checkpoint_2: .*No space left.*older ones are as they were"], {1}),
-    "the disk is full for the optimizer": Row(fault("disk-optimizer"), 1, ["cannot write the checkpoint .*checkpoint_2: .*No space left"], {1}),
-    "the disk is full on two": Row(fault("disk-optimizer"), 1, ["cannot write the checkpoint .*checkpoint_2"], {1}, 2),
+    "weights differ between saves": Row(fault("diverging", "--config.save_freq=0", rank=1), 1, ["the processes' trained weights differ", "state after 1 epochs is saved"], {1}, 2),
+    "no room for the weights": Row(fault("disk-weights"), 1, [NO_ROOM], {1}, never=["Traceback"]),
+    "no room for the optimizer": Row(fault("disk-optimizer"), 1, [NO_ROOM], {1}, never=["Traceback"]),
+    "no room for the optimizer of two": Row(fault("disk-optimizer"), 1, [NO_ROOM], {1}, 2, never=["Traceback (most recent call last):\n  File \"scripts"]),
     "the disk is full for metrics": Row(fault("disk-rewards"), 1, [r"error: cannot write /dev/full: .*No space left"], {1}, never=["Traceback"]),
     "the disk is full for metrics of two": Row(fault("disk-losses"), 1, [r"error: cannot write /dev/full: .*No space left"], {1}, 2),
+
+    # --- one of two is gone without a word
+    "one of two is killed": Row(fault("kill-training", "--config.save_freq=0", rank=1), 1, ["SIGKILL", "state after 1 epochs is saved"], {1}, 2),
+    "the first of two is killed": Row(fault("kill-training"), 1, ["SIGKILL"], {1}, 2),
 
     # --- signals; between saves the last complete epoch is kept and written
     "SIGTERM while sampling": Row(fault("term-sampling", "--config.save_freq=0"), 143, ["state after 1 epochs is saved", "ended by SIGTERM"], {1}),
@@ -231,9 +243,7 @@ def undisturbed(tmp_path_factory):
     prepare(folder)
     result = run(folder, fault("", "--config.num_checkpoint_limit=1"))
     assert result.returncode == 0, result.stderr
-    return final_weights(folder), [
-        line for line in read_metrics(next((folder / "logs").iterdir())) if "reward" in line or "loss" in line
-    ]
+    return final_weights(folder), read_metrics(next((folder / "logs").iterdir()))
 
 
 @pytest.mark.parametrize("where", ["kill-sampling", "kill-training", "kill-writing", "kill-pruning"])
@@ -249,40 +259,66 @@ def test_after_kill_9_the_same_command_continues_bit_for_bit(tmp_path, undisturb
     weights, lines = undisturbed
     assert final_weights(tmp_path) == weights
     [folder] = (tmp_path / "logs").iterdir()
-    assert [line for line in read_metrics(folder) if "reward" in line or "loss" in line] == lines
+    assert read_metrics(folder) == lines
     assert {p.name for p in (folder / "checkpoints").iterdir()} == {"checkpoint_3"}
     # And once more: there is nothing left to do, which is no error.
     result = run(tmp_path, again)
     assert result.returncode == 0 and "has 3 epochs already" in result.stdout and not result.stderr.count("error")
 
 
+MANY = 24
+
+
+def last_words(folder: Path) -> tuple[int, str]:
+    """Where the run was when it last wrote into its metrics, and into its checkpoints: epoch, what it had done."""
+    files = list(folder.glob("logs/*/metrics.jsonl"))
+    unfinished = [path.name.split("_")[0] for path in folder.glob("logs/*/checkpoints/.*")]
+    lines = files[0].read_text().splitlines() if files else []
+    if unfinished or not lines:
+        return -1, unfinished[0] if unfinished else "starting"
+    last = json.loads(lines[-1])
+    return last["epoch"], next(key for key in ("reward_mean", "loss", "policy/updates") if key in last)
+
+
 def test_twenty_kills_at_random_moments_change_nothing(tmp_path):
-    """One run of six epochs, killed again and again wherever it happens to be, and started by the same line."""
+    """One run, killed again and again wherever it happens to be, and started by the same line."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    arguments = ["--config.resume=auto", "--config.num_epochs=6", "--config.num_checkpoint_limit=1"]
+    arguments = ["--config.resume=auto", f"--config.num_epochs={MANY}", "--config.num_checkpoint_limit=1"]
     for folder in (straight, killed):
         folder.mkdir()
         prepare(folder)
     assert run(straight, arguments).returncode == 0
+    [metrics_file] = straight.glob("logs/*/metrics.jsonl")
+    seconds = [json.loads(line).get("time/epoch_s", 0) for line in metrics_file.read_text().splitlines()]
+    seconds_per_epoch = sum(seconds) / MANY
     generator = random.Random(20)
     command, options = command_for([f"--config={TINY}", *SHORT, *arguments], killed)
-    kills = 0
-    while kills < 20:
+    where = []
+    while len(where) < 20:
         process = subprocess.Popen(command, **options)
-        # Most of the first seconds go into imports; a long life now and then lets it get on.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=generator.choice([3, 6, 7, 8, 9]) + generator.random())
+        if generator.random() < 0.25:  # while it starts
+            time.sleep(4 * generator.random())
+        else:  # once it has written something, at any moment of the next epochs
+            begun = time.time()
+            while not any(file.stat().st_mtime > begun for file in killed.glob("logs/*/images/*")):
+                if process.poll() is not None:
+                    break
+                time.sleep(0.02)
+            time.sleep(4 * seconds_per_epoch * generator.random())
         if process.poll() is not None:
             assert process.returncode == 0  # complete before it could be killed often enough
-            [last] = killed.glob("logs/*/checkpoints/checkpoint_6")
+            [last] = killed.glob(f"logs/*/checkpoints/checkpoint_{MANY}")
             shutil.rmtree(last.parent.parent)  # once more from the start
             continue
         process.kill()
         process.communicate()
-        kills += 1
+        where.append(last_words(killed))
     assert run(killed, arguments).returncode == 0
-    files = [next(folder.glob("logs/*/checkpoints/checkpoint_6/*.safetensors")) for folder in (straight, killed)]
+    folders = [next((folder / "logs").iterdir()) for folder in (straight, killed)]
+    files = [next(folder.glob(f"checkpoints/checkpoint_{MANY}/*.safetensors")) for folder in folders]
     assert files[0].read_bytes() == files[1].read_bytes()
+    assert read_metrics(folders[0]) == read_metrics(folders[1])
+    assert len({epoch for epoch, _ in where}) >= 4 and len({what for _, what in where}) >= 3, where
 
 
 @pytest.mark.parametrize(
@@ -300,10 +336,14 @@ def test_three_resumes_in_a_row_change_nothing(tmp_path, options, processes):
     for folder in (straight, resumed):
         folder.mkdir()
         prepare(folder)
-    assert run(straight, [*options, "--config.num_epochs=4"], processes).returncode == 0
-    for epochs in (1, 2, 3, 4):
-        result = run(resumed, [*options, f"--config.num_epochs={epochs}", "--config.resume=auto"], processes)
-        assert result.returncode == 0, result.stderr
+    options = [*options, "--config.num_epochs=4", "--config.resume=auto"]
+    assert run(straight, fault("", *options), processes).returncode == 0
+    for epochs in (1, 2, 3):  # stopped in the epoch after, wherever the last save that was due lies
+        result = run(resumed, fault("term-training", *options), processes)
+        assert result.returncode == (143 if processes == 1 else 1), result.stderr
+        assert f"state after {epochs} epochs is saved" in result.stderr or epochs in checkpoints_in(resumed)
+    result = run(resumed, fault("", *options), processes)
+    assert result.returncode == 0 and "resumed:           after 3 epochs" in result.stdout, result.stderr
     ends = [next(folder.glob("logs/*/checkpoints/checkpoint_4")) for folder in (straight, resumed)]
     assert_same_checkpoint(*ends)
     assert read_metrics(ends[0].parents[1]) == read_metrics(ends[1].parents[1])
@@ -415,18 +455,70 @@ def test_a_skipped_update_has_a_point_of_its_own_on_the_dashboard(tmp_path):
     assert [read_state(path).global_step for path in sorted((folder / "checkpoints").iterdir())] == [1, 2]
 
 
-def test_without_a_launcher_that_ends_them_processes_end_with_one_that_fails(tmp_path):
+@pytest.mark.parametrize("how", ["term-training", "kill-training", "kill-sampling"])
+def test_a_stopped_and_resumed_run_is_one_on_the_dashboard(tmp_path, how):
+    prepare(tmp_path)
+    always = ["--config.log_with=wandb", "--config.resume=auto", "--config.train.num_inner_epochs=2"]
+    assert run(tmp_path, fault(how, *always)).returncode == (143 if how == "term-training" else -9)
+    result = run(tmp_path, fault("", *always))
+    assert result.returncode == 0 and "after 1 epochs" in result.stdout, result.stderr
+    [folder] = (tmp_path / "logs").iterdir()
+    files = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2 and len({file.name for file in files}) == 1
+    points = [point for file in files for point in wandb_file.history(file)]
+    steps = [point["_step"] for point in points]
+    assert steps == sorted(steps) and set(steps) == set(range(6))
+    # What the web page shows: of a step that was sent twice, the later values.
+    shown = {step: {} for step in steps}
+    for point in points:
+        shown[point["_step"]] |= point
+    for line in read_metrics(folder):
+        for key, value in line.items():
+            if isinstance(value, (int, float)) and key != "step":
+                assert shown[line["step"]][key] == pytest.approx(value), key
+
+
+def test_secrets_stay_out_of_what_is_printed_and_written(tmp_path):
+    prepare(tmp_path)
+    secrets = {
+        "WANDB_API_KEY": "5ec4e7" * 6 + "abcd",
+        "reward_fn_kwargs.api_key": "sk-very-hidden",
+        "token": "hf-hidden",
+    }
+    arguments = [*reward("equal"), f"--config.reward_fn_kwargs.api_key={secrets['reward_fn_kwargs.api_key']}"]
+    arguments += [
+        f"--config.prompt_fn_kwargs={{'token': '{secrets['token']}'}}",
+        "--config.prompt_fn=faulty_rewards.py:prompt",
+    ]
+    spec = [f"--config={TINY}", *SHORT, *arguments, "--config.log_with=wandb", "--config.num_epochs=1"]
+    environment = {"WANDB_API_KEY": secrets["WANDB_API_KEY"], "WANDB_MODE": "offline"}
+    result = launch(spec, tmp_path, **environment)
+    assert result.returncode == 0 and "reward_fn_kwargs.api_key '***'" in result.stdout, result.stderr
+    refused = launch([*spec, "--config.reward_fn_kwargs.strength=2"], tmp_path, **environment)
+    assert refused.returncode == 1 and "'api_key': '***'" in refused.stderr
+    written = {path: path.read_bytes() for path in (tmp_path / "logs").rglob("*") if path.is_file()}
+    assert len(written) > 10
+    for name, secret in secrets.items():
+        for run_result in (result, refused):
+            assert secret not in run_result.stdout + run_result.stderr, name
+        assert not [path for path, content in written.items() if secret.encode() in content], name
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_without_a_launcher_that_ends_them_processes_end_with_one_that_fails(tmp_path, failing):
     """As started by a cluster's own tools: nobody kills the others."""
     prepare(tmp_path)
-    arguments = [f"--config={TINY}", *SHORT, *fault("training-error", rank=1)]
+    arguments = [f"--config={TINY}", *SHORT, *fault("training-error", rank=failing)]
     started = []
     for rank in (0, 1):
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 29517}
+        port = 29517 + failing
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
         environment = {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in ranks.items()}}
         command, options = command_for(arguments, tmp_path, **environment)
         started.append(subprocess.Popen(command, **options))
     errors = [process.communicate(timeout=120)[1] for process in started]
     assert [process.returncode for process in started] == [1, 1]
-    assert "ArithmeticError: the loss is odd" in errors[1]
-    assert errors[0].splitlines()[-1] == "error: process 1: ArithmeticError: the loss is odd"
+    assert "ArithmeticError: the loss is odd" in errors[failing]
+    other = errors[1 - failing].splitlines()
+    assert f"error: process {failing}: ArithmeticError: the loss is odd" in other, errors
     assert checkpoints_in(tmp_path) == {1}

@@ -39,7 +39,7 @@ def test_dashboards_get_no_step_again_that_they_have(tmp_path):
     def sent(first_epoch):
         log = run_log(tmp_path, first_epoch)
         steps = []
-        log.accelerator.log = lambda values, step: steps.append(step)
+        log.accelerator.log = lambda values, step, **_: steps.append(step)
         for epoch in range(first_epoch, 3):
             log.log({"epoch": epoch}, step=epoch)
         return steps
