@@ -103,7 +103,7 @@ def test_repositories_that_the_package_names_are_asked_for_at_a_commit(monkeypat
     monkeypatch.setattr(clip, "hub_file", lambda *a: asked.append(a) or tmp_path)
     monkeypatch.setattr(clip, "OpenClip", lambda *args, **kwargs: None)
     for revision in ("", "mine"):
-        clip.load_hps("ViT-H-14", "", revision, "", "cpu")
+        clip.load_hps("", revision, "", "cpu")
     assert [revision for *_, revision in asked] == [hub.COMMITS["xswu/HPSv2"], "mine"]
     assert all(re.fullmatch("[0-9a-f]{40}", commit) for commit in hub.COMMITS.values())
     assert hub.commit_of("somebody/else", "") is None
