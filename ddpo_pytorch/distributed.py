@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from accelerate.utils import gather_object
 
 from ddpo_pytorch.exits import ModelFailure, RunFailure
 from ddpo_pytorch.named_functions import ConfigError
-from ddpo_pytorch.rescue import Rescue
 
 
 class ProcessFailure(RunFailure):
@@ -165,10 +165,20 @@ def fail_together(accelerator: Accelerator) -> Iterator[None]:
     raise_together(accelerator, error)
 
 
+class Lifeline(Protocol):
+    """Keeps a run's state from being lost, as `rescue.Rescue` does."""
+
+    def write(self) -> None:
+        """Put on disk what is not yet there."""
+
+    def end(self, error: BaseException) -> None:
+        """Write, and end the process."""
+
+
 class Phases:
     """Ends this process if it waits in vain for another, which it names, or for one that has failed."""
 
-    def __init__(self, accelerator: Accelerator, timeout: float, rescue: Rescue) -> None:
+    def __init__(self, accelerator: Accelerator, timeout: float, rescue: Lifeline) -> None:
         """
         Args:
             timeout: seconds that a process waits for others where they meet.
