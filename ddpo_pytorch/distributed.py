@@ -1,19 +1,19 @@
 """What several processes must do together: fail, and draw random numbers that are a function of where they are."""
 
 import contextlib
+import itertools
 import json
 import random
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from ddpo_pytorch.exits import ModelFailure, RunFailure
 from ddpo_pytorch.named_functions import ConfigError
@@ -113,6 +113,49 @@ def count_together(accelerator: Accelerator, name: str, amount: int) -> int:
     return _store().add(f"ddpo_pytorch/{name}", amount)
 
 
+_meetings = itertools.count()  # processes meet in the same order, so they count alike
+
+
+def exchange(accelerator: Accelerator, value: Any) -> list[Any]:
+    """Every process's value, by its number, through the process group's store; every process must call it.
+
+    No collective: those are for gradients and samples. Takes milliseconds once the last process is here.
+
+    Args:
+        value: small, and JSON can hold it.
+
+    Raises:
+        RuntimeError: the store is gone, or the process group's timeout has passed.
+    """
+    if accelerator.num_processes == 1:
+        return [value]
+    arrive(accelerator)
+    store, meeting = _store(), next(_meetings)
+    ranks = range(accelerator.num_processes)
+
+    def keys(number: int) -> list[str]:
+        return [f"ddpo_pytorch/meeting/{number}/{rank}" for rank in ranks]
+
+    store.set(keys(meeting)[accelerator.process_index], json.dumps(value))
+    started, pause = time.monotonic(), 0.001
+    while not store.check(keys(meeting)):
+        if time.monotonic() - started > _timeout(accelerator):
+            raise RuntimeError(f"waited {_timeout(accelerator) / 60:.3g} minutes for the other processes")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    values = [json.loads(store.get(key)) for key in keys(meeting)]
+    if accelerator.is_main_process and meeting > 0:
+        for key in keys(meeting - 1):  # all are here, so all have read those
+            store.delete_key(key)
+    return values
+
+
+def _timeout(accelerator: Accelerator) -> float:
+    """Of the process group, in seconds."""
+    handler = accelerator.init_handler
+    return handler.timeout.total_seconds() if handler is not None and handler.timeout is not None else 5400.0
+
+
 def raise_together(accelerator: Accelerator, error: BaseException | None) -> None:
     """Raise on every process if any of them has an error; every process must call this.
 
@@ -126,9 +169,9 @@ def raise_together(accelerator: Accelerator, error: BaseException | None) -> Non
     is_own = error is not None and not isinstance(error, AnotherProcessFailed)
     is_plain = isinstance(error, (ConfigError, RunFailure))  # one line that stands for itself
     message = _said(error) if is_own and error is not None else None
-    kind = next((kind for kind in (ConfigError, ModelFailure) if isinstance(error, kind)), ProcessFailure)
+    own_kind = next((name for name, kind in KINDS.items() if isinstance(error, kind)), "ProcessFailure")
     try:
-        gathered = gather_object([(message, kind)])
+        gathered = [(text, KINDS[kind]) for text, kind in exchange(accelerator, [message, own_kind])]
     except Exception as lost:
         if message is not None:
             raise ProcessFailure(f"{message}; the other processes could not be told ({lost})") from error
@@ -149,6 +192,13 @@ def raise_together(accelerator: Accelerator, error: BaseException | None) -> Non
     raise (ModelFailure if ModelFailure in kinds else ProcessFailure)("; ".join(said)) from (cause if is_own else None)
 
 
+KINDS: dict[str, type[Exception]] = {
+    "ConfigError": ConfigError,
+    "ModelFailure": ModelFailure,
+    "ProcessFailure": ProcessFailure,
+}
+
+
 @contextlib.contextmanager
 def fail_together(accelerator: Accelerator) -> Iterator[None]:
     """Run a block that may fail on one process; every process must pass here, and no collective may stand inside."""
@@ -161,7 +211,6 @@ def fail_together(accelerator: Accelerator) -> Iterator[None]:
         error = e
         if not isinstance(e, AnotherProcessFailed):
             _tell(accelerator.process_index, e)
-    arrive(accelerator)
     raise_together(accelerator, error)
 
 

@@ -14,18 +14,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import (
-    DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
     ProjectConfiguration,
-    broadcast_object_list,
-    gather_object,
 )
+from diffusers import DDIMScheduler, StableDiffusionPipeline
 from filelock import FileLock, Timeout
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from ddpo_pytorch import checkpoints, metrics, policy
-from ddpo_pytorch.distributed import fail_together
+from ddpo_pytorch.distributed import exchange, fail_together
 from ddpo_pytorch.exits import RunFailure
 from ddpo_pytorch.named_functions import ConfigError, with_device, without_secrets
 from ddpo_pytorch.rescue import Rescue
@@ -74,11 +72,7 @@ def make_accelerator(config: ConfigDict) -> Accelerator:
             mixed_precision=config.mixed_precision,
             log_with=names or None,
             project_config=ProjectConfiguration(project_dir=config.logdir, logging_dir=config.logdir),
-            # A UNet has no buffers that training changes.
-            kwargs_handlers=[
-                DistributedDataParallelKwargs(broadcast_buffers=False),
-                InitProcessGroupKwargs(timeout=timeout),
-            ],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
         )
     except ValueError as error:
         raise ConfigError(
@@ -114,10 +108,49 @@ def make_reward(accelerator: Accelerator, plan: RunPlan) -> RewardFn:
     return reward_fn
 
 
+def make_policy(
+    accelerator: Accelerator,
+    config: ConfigDict,
+    pipeline: StableDiffusionPipeline,
+    scheduler: DDIMScheduler,
+    checkpoint: Path | None = None,
+) -> tuple[policy.Policy, torch.optim.Optimizer]:
+    """The policy that the config describes, on this process's device, with the optimizer of what it trains.
+
+    Args:
+        pipeline: as `policy.load_pipeline` gives it.
+        checkpoint: where weights come from; the optimizer's state does not.
+
+    Raises:
+        ConfigError: `lora.target_modules` fit no layer, or 8-bit Adam does not run here.
+    """
+    train, device = config.train, accelerator.device
+    weight_dtype = policy.WEIGHT_DTYPES[config.mixed_precision]
+    torch.manual_seed(config.seed)  # of the LoRA's first factors, which are the same on all processes
+    policy.make_trainable(pipeline.unet, config.use_lora, config.lora.rank, config.lora.target_modules, weight_dtype)
+    if checkpoint is not None:
+        checkpoints.restore_weights(checkpoint, pipeline.unet, config.use_lora)
+    policy.move(pipeline.vae, device=device, dtype=weight_dtype)
+    policy.move(pipeline.text_encoder, device=device, dtype=weight_dtype)
+    policy.move(pipeline.unet, device=device)
+    optimizer = policy.make_optimizer(
+        policy.trainable_parameters(pipeline.unet),
+        learning_rate=train.learning_rate,
+        betas=(train.adam_beta1, train.adam_beta2),
+        weight_decay=train.adam_weight_decay,
+        epsilon=train.adam_epsilon,
+        use_8bit_adam=train.use_8bit_adam,
+    )
+    # Autocast alone: `update` averages gradients over processes, once per optimizer step.
+    unet = accelerator.prepare_model(pipeline.unet, evaluation_mode=True)
+    model = policy.make_policy(pipeline, unet, scheduler, config.sample.guidance_scale, config.sample.eta)
+    return model, accelerator.prepare(optimizer)
+
+
 def check_same_start(accelerator: Accelerator, checkpoint: Path | None) -> None:
     """Raises ConfigError on every process if they found other checkpoints to go on from; every process must call it."""
     own = f"{checkpoint.resolve().parents[1].name}/{checkpoint.name}" if checkpoint is not None else "none"
-    found = gather_object([own])
+    found = exchange(accelerator, own)
     if len(set(found)) > 1:
         seen = ", ".join(f"process {rank} {name}" for rank, name in enumerate(found))
         raise ConfigError(
@@ -166,7 +199,7 @@ def open_run_folder(
         run_folder = checkpoint.resolve().parents[1] if in_run_folder else Path(config.logdir) / run_name
     else:
         date = datetime.datetime.now().strftime("%Y.%m.%d_%H.%M.%S")
-        [run_name] = broadcast_object_list([f"{config.run_name}_{date}" if config.run_name else date])
+        run_name = exchange(accelerator, f"{config.run_name}_{date}" if config.run_name else date)[0]
         run_folder = Path(config.logdir) / run_name
     with fail_together(accelerator):
         if accelerator.is_main_process:

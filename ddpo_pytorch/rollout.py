@@ -3,7 +3,7 @@
 Images are scored in worker threads while the next batch is denoised. Knows nothing of configs or of the update.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,24 +92,36 @@ def compute_advantages(tracker: PerPromptStatTracker | None, prompts: Sequence[s
 
 
 def gather_samples(
-    accelerator: Accelerator, prompts: Sequence[str], scores: Scores, name: str, max_failed_fraction: float
-) -> tuple[list[str], Scores]:
-    """Every process's prompts and scores on every process, in the order of the processes; notes stay where they are.
+    accelerator: Accelerator, rollout: Rollout, scores: Scores, name: str, max_failed_fraction: float, num_images: int
+) -> tuple[list[str], Scores, dict[int, np.ndarray]]:
+    """Every process's prompts and scores on every process, in the order of the processes, with some of the images.
 
     Args:
+        scores: of `rollout`, this process's.
         name: of the reward function, for messages.
+        num_images: about how many images, spread evenly over processes and batches.
+
+    Returns:
+        Prompts, scores (with the notes on those images alone), and images, uint8 (H, W, 3), by the number of their
+        sample.
 
     Raises:
         RewardFailure: on every process alike, if more than this fraction of all rewards are NaN.
     """
-    own = Scores(scores.rewards, scores.details, failures=scores.failures)
-    gathered = gather_object([(list(prompts), own)])
-    all_prompts = [prompt for part, _ in gathered for prompt in part]
-    all_scores = Scores.cat([part for _, part in gathered])
+    n = len(rollout.prompts)
+    share = min(n, -(-num_images // accelerator.num_processes))
+    chosen = np.linspace(0, n - 1, share).round().astype(int).tolist()
+    notes = {key: [text if i in chosen else "" for i, text in enumerate(texts)] for key, texts in scores.notes.items()}
+    own = Scores(scores.rewards, scores.details, notes=notes, failures=scores.failures)
+    # The one time in an epoch that samples go from process to process.
+    gathered = gather_object([(rollout.prompts, own, {i: rollout.images[i] for i in chosen})])
+    all_prompts = [prompt for part, _, _ in gathered for prompt in part]
+    all_scores = Scores.cat([part for _, part, _ in gathered])
+    picked = {rank * n + i: image for rank, (_, _, images) in enumerate(gathered) for i, image in images.items()}
     failed, total = int(np.isnan(all_scores.rewards).sum()), len(all_prompts)
     if failed > max_failed_fraction * total:
         raise too_many_failed(name, failed, total, max_failed_fraction, all_scores.failures)
-    return all_prompts, all_scores
+    return all_prompts, all_scores, picked
 
 
 def combined_rewards(reward_fn: RewardFn, scores: Scores) -> np.ndarray:
@@ -123,33 +135,19 @@ def own_share(accelerator: Accelerator, values: np.ndarray) -> torch.Tensor:
     return torch.as_tensor(share, dtype=torch.float32, device=accelerator.device)
 
 
-def gather_images(
-    accelerator: Accelerator, rollout: Rollout, rewards: torch.Tensor, scores: Scores, count: int
-) -> tuple[list[np.ndarray], list[str]]:
-    """About `count` of an epoch's images, spread evenly over processes and batches, on every process.
+def captions(samples: Iterable[int], prompts: Sequence[str], rewards: np.ndarray, scores: Scores) -> list[str]:
+    """Of some of an epoch's samples: prompt, reward, and what else the reward function said.
 
     Args:
-        rewards: (n,), this process's.
-        scores: this process's.
-
-    Returns:
-        Images, uint8 (H, W, 3), and captions: prompt, reward, and what else the reward function said.
+        samples: their numbers; the rest as in `gather_samples`.
     """
-    share = min(len(rollout.prompts), -(-count // accelerator.num_processes))
-    chosen = np.linspace(0, len(rollout.prompts) - 1, share).round().astype(int).tolist()
-    picked = gather_object(
-        [
-            (
-                rollout.images[i],
-                caption(
-                    rollout.prompts[i],
-                    float(rewards[i]),
-                    {name: float(values[i]) for name, values in scores.details.items()},
-                    {name: values[i] for name, values in scores.notes.items()},
-                    scores.failures[i],
-                ),
-            )
-            for i in chosen
-        ]
-    )
-    return [image for image, _ in picked], [text for _, text in picked]
+    return [
+        caption(
+            prompts[i],
+            float(rewards[i]),
+            {name: float(values[i]) for name, values in scores.details.items()},
+            {name: values[i] for name, values in scores.notes.items()},
+            scores.failures[i],
+        )
+        for i in samples
+    ]

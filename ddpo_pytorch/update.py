@@ -1,11 +1,11 @@
 """One optimizer step of DDPO over micro-batches: forward, loss, backward, clip, step."""
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed
 from accelerate import Accelerator
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -115,8 +115,7 @@ def optimizer_step(
 ) -> UpdateResult:
     """Accumulate the mean loss over micro-batches, and step once. Every process must call it.
 
-    Gradients are synchronised between processes in the last micro-batch alone. A gradient that is not finite on any
-    process is never applied on any.
+    Processes meet once, when each has its own gradients. A gradient that is not finite on any is never applied on any.
 
     Args:
         optimizer: as Accelerate prepared it, over the parameters of `policy.unet`.
@@ -129,27 +128,26 @@ def optimizer_step(
     optimizer.zero_grad(set_to_none=True)
 
     collected = []
-    for i, batch in enumerate(micro_batches):
-        is_last = i == num_micro_batches - 1
-        with contextlib.nullcontext() if is_last else accelerator.no_sync(policy.unet):
-            loss, statistics = ppo_clipped_loss(
-                policy.log_prob(batch),
-                batch.old_log_probs,
-                batch.advantages,
-                clip_range,
-                adv_clip_max,
-                num_dims=batch.latents[0].numel(),
-            )
-            if is_last:
-                before_sync()
-            accelerator.backward(loss / num_micro_batches)
+    for batch in micro_batches:
+        loss, statistics = ppo_clipped_loss(
+            policy.log_prob(batch),
+            batch.old_log_probs,
+            batch.advantages,
+            clip_range,
+            adv_clip_max,
+            num_dims=batch.latents[0].numel(),
+        )
+        accelerator.backward(loss / num_micro_batches)
         statistics["logp_gap_timestep"] = batch.timesteps[statistics.pop("logp_gap_index")]
         collected.append(torch.stack([value.float() for value in statistics.values()]))
         names = list(statistics)
     assert len(collected) == num_micro_batches
-
-    # The norm is of the synchronised gradients, hence the same on every process, and so is the decision.
+    before_sync()
     parameters = trainable_parameters(policy.unet)
+    # (processes, what of each)
+    summaries = _reduce(accelerator, parameters, _summary(torch.stack(collected).cpu(), names))
+
+    # The norm is of the averaged gradients, hence the same on every process, and so is the decision.
     accelerator.unscale_gradients()
     total_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
     grad_norm = float(total_norm)
@@ -160,23 +158,77 @@ def optimizer_step(
         skipped = accelerator.optimizer_step_was_skipped
     else:
         skipped = True
-    # (processes, micro-batches, statistics)
-    gathered = accelerator.gather(torch.stack(collected)[None]).cpu().double()
-    by_name = dict(zip(names, gathered.unbind(-1), strict=True))
-    cause = _cause_of_skip(by_name["loss"], policy.unet, grad_norm) if skipped else None
+
+    by_name = dict(zip([*_means_of(names), "gap", "timestep", "bad", "first bad"], summaries.T, strict=True))
+    cause = None
+    if skipped:
+        bad = int(by_name["bad"].sum())
+        total = num_micro_batches * len(summaries)
+        first = by_name["first bad"][by_name["bad"] > 0]
+        cause = (
+            f"the loss of {bad} of {total} micro-batches was {first[0].item()}"
+            if bad
+            else _bad_gradient(policy.unet, grad_norm)
+        )
     optimizer.zero_grad(set_to_none=True)
+    worst = by_name["gap"].argmax()
+    return UpdateResult(
+        statistics={**{name: by_name[name].mean().item() for name in _means_of(names)}, "grad_norm": grad_norm},
+        logp_gap=by_name["gap"][worst].item(),
+        logp_gap_timestep=int(by_name["timestep"][worst]),
+        skipped=skipped,
+        cause=cause,
+    )
 
-    gaps, timesteps = by_name.pop("logp_gap").flatten(), by_name.pop("logp_gap_timestep").flatten()
-    means = {name: values.mean().item() for name, values in by_name.items()}
-    worst = gaps.argmax()
-    return UpdateResult({**means, "grad_norm": grad_norm}, gaps[worst].item(), int(timesteps[worst]), skipped, cause)
+
+def _means_of(names: Sequence[str]) -> list[str]:
+    """Those statistics of which an update reports the mean."""
+    return [name for name in names if name not in ("logp_gap", "logp_gap_timestep")]
 
 
-def _cause_of_skip(losses: torch.Tensor, unet: torch.nn.Module, grad_norm: float) -> str:
-    """What was not finite first: a loss (of all processes' micro-batches), or else a gradient."""
-    bad = int((~losses.isfinite()).sum())
-    if bad:
-        return f"the loss of {bad} of {losses.numel()} micro-batches was {losses[~losses.isfinite()][0].item()}"
+def _summary(collected: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+    """This process's micro-batches: means, the largest gap with its timestep, how many losses were not finite, which.
+
+    Args:
+        collected: (micro-batches, statistics), on the CPU.
+
+    Returns:
+        float64 (means + 4,).
+    """
+    by_name = dict(zip(names, collected.double().unbind(1), strict=True))
+    worst = by_name["logp_gap"].argmax()
+    loss = by_name["loss"]
+    bad = ~loss.isfinite()
+    rest = [by_name["logp_gap"][worst], by_name["logp_gap_timestep"][worst], bad.sum(), loss[bad.int().argmax()]]
+    return torch.stack([*(by_name[name].mean() for name in _means_of(names)), *rest])
+
+
+def _reduce(accelerator: Accelerator, parameters: Sequence[torch.nn.Parameter], summary: torch.Tensor) -> torch.Tensor:
+    """Average gradients over processes, in place, and share every process's summary, in one all-reduce.
+
+    Returns:
+        (processes, len(summary)).
+    """
+    if accelerator.num_processes == 1:
+        return summary[None]
+    for p in parameters:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    slots = torch.zeros(accelerator.num_processes, len(summary), device=accelerator.device)
+    slots[accelerator.process_index] = summary.float()
+    parts = [*(p.grad for p in parameters), slots]
+    flat = torch.cat([part.flatten() for part in parts])
+    torch.distributed.all_reduce(flat)
+    *gradients, slots = (
+        part.view_as(like) for part, like in zip(flat.split([part.numel() for part in parts]), parts, strict=True)
+    )
+    for p, gradient in zip(parameters, gradients, strict=True):
+        torch.div(gradient, accelerator.num_processes, out=p.grad)
+    return slots.cpu().double()
+
+
+def _bad_gradient(unet: torch.nn.Module, grad_norm: float) -> str:
+    """Which gradient was not finite, where all losses were."""
     for name, parameter in unet.named_parameters():
         if parameter.grad is not None and not parameter.grad.isfinite().all():
             return f"the gradient of {name} was not finite"

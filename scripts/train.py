@@ -46,8 +46,6 @@ def planned(argv: list[str], overrides: list[tuple[str, str]]) -> tuple[ConfigDi
 
 def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
     # Not before the plan stands: these take seconds to import, and a typing error should not.
-    import torch
-
     from ddpo_pytorch import checkpoints, launch, metrics, policy, rollout, update
     from ddpo_pytorch.checkpoints import ModelIdentity, TrainingState
     from ddpo_pytorch.distributed import Phases, check_others, count_together, fail_together, seed_epoch
@@ -102,25 +100,8 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
     identity.base_unet = policy.unet_fingerprint(pipeline.unet)
     if resumed is not None:
         checkpoints.check_identity(resumed.model, identity, checkpoint)
-    weight_dtype = policy.WEIGHT_DTYPES[config.mixed_precision]
-    torch.manual_seed(config.seed)  # of the LoRA's first factors
-    policy.make_trainable(pipeline.unet, config.use_lora, lora.rank, lora.target_modules, weight_dtype)
-    if checkpoint is not None:
-        checkpoints.restore_weights(checkpoint, pipeline.unet, config.use_lora)
-    policy.move(pipeline.vae, device=accelerator.device, dtype=weight_dtype)
-    policy.move(pipeline.text_encoder, device=accelerator.device, dtype=weight_dtype)
-    policy.move(pipeline.unet, device=accelerator.device)
-    optimizer = policy.make_optimizer(
-        policy.trainable_parameters(pipeline.unet),
-        learning_rate=train.learning_rate,
-        betas=(train.adam_beta1, train.adam_beta2),
-        weight_decay=train.adam_weight_decay,
-        epsilon=train.adam_epsilon,
-        use_8bit_adam=train.use_8bit_adam,
-    )
+    model, optimizer = launch.make_policy(accelerator, config, pipeline, scheduler, checkpoint)
     phases.enter("starting")
-    unet, optimizer = accelerator.prepare(pipeline.unet, optimizer)
-    model = policy.make_policy(pipeline, unet, scheduler, sample.guidance_scale, sample.eta)
 
     # What a resumed run takes up besides its weights
     tracking = config.per_prompt_stat_tracking
@@ -178,11 +159,10 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
             # REWARD   most are scored already; compare them with what their prompt usually earns
             with ProgressBar(f"epoch {epoch}: waiting for rewards", len(workers), accelerator) as bar:
                 scores = workers.collect(on_batch=bar.update, on_wait=lambda: check_others(accelerator))
-        all_prompts, all_scores = rollout.gather_samples(
-            accelerator, prompts, scores, config.reward_fn, config.max_failed_fraction
+        all_prompts, all_scores, picked = rollout.gather_samples(
+            accelerator, samples, scores, config.reward_fn, config.max_failed_fraction, config.num_log_images
         )
         all_rewards = rollout.combined_rewards(reward_fn, all_scores)
-        rewards = rollout.own_share(accelerator, all_rewards)
         all_advantages = rollout.compute_advantages(tracker, all_prompts, all_rewards)
         advantages = rollout.own_share(accelerator, all_advantages)
         rewarded = time.perf_counter()
@@ -194,10 +174,10 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
             "reward/std_between_prompts": between,
             "reward/own_statistics_share": tracker.own_share if tracker is not None else 0.0,
         }
-        pictures = rollout.gather_images(accelerator, samples, rewards, scores, config.num_log_images)
         with fail_together(accelerator):
             log.log(reward_metrics, step=log_step)
-            log.log_images(*pictures, epoch=epoch, step=log_step)
+            captions = rollout.captions(picked, all_prompts, all_rewards, all_scores)
+            log.log_images(list(picked.values()), captions, epoch=epoch, step=log_step)
             log.draw_curve()
         if reward_metrics["reward_std"] == 0:
             accelerator.print("warning: all rewards of this epoch are equal, so there is nothing to learn", flush=True)

@@ -40,10 +40,10 @@ def of_two(monkeypatch, own, other):
     """What `raise_together` raises on the first of two processes, which have these errors."""
 
     theirs = []
-    monkeypatch.setattr(distributed, "gather_object", lambda entries: theirs.extend(entries) or entries)
+    monkeypatch.setattr(distributed, "exchange", lambda _, entry: theirs.append(entry) or [entry])
     with contextlib.suppress(Exception):
         raise_together(Accelerator(cpu=True), other)
-    monkeypatch.setattr(distributed, "gather_object", lambda entries: entries + theirs)
+    monkeypatch.setattr(distributed, "exchange", lambda _, entry: [entry, *theirs])
     with pytest.raises(Exception) as caught:
         raise_together(Accelerator(cpu=True), own)
     return caught.value

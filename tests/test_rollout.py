@@ -11,10 +11,10 @@ from ddpo_pytorch import policy
 from ddpo_pytorch.rewards import jpeg_compressibility
 from ddpo_pytorch.rollout import (
     Rollout,
+    captions,
     combined_rewards,
     compute_advantages,
     draw_prompts,
-    gather_images,
     gather_samples,
     own_share,
     sample_epoch,
@@ -118,9 +118,9 @@ def test_failed_samples_are_nan_until_they_are_too_many(model):
     rollout, workers = rollout_with(model, reward_fn)
     accelerator, scores = Accelerator(cpu=True), collect(workers)
     np.testing.assert_array_equal(scores.rewards, [1, np.nan, 1, 1])
-    gather_samples(accelerator, rollout.prompts, scores, "mine", 0.25)
+    gather_samples(accelerator, rollout, scores, "mine", 0.25, 0)
     with pytest.raises(RewardFailure, match="mine failed for 1 of 4 samples.*max_failed_fraction 0.1: 1 x lost"):
-        gather_samples(accelerator, rollout.prompts, scores, "mine", 0.1)
+        gather_samples(accelerator, rollout, scores, "mine", 0.1, 0)
 
 
 def test_a_picture_that_is_not_finite_is_a_failed_sample_and_not_a_black_one(model, monkeypatch):
@@ -189,15 +189,17 @@ def test_gathered_samples_keep_prompts_whole_and_images_spread_over_batches(mode
 
     rollout, workers = rollout_with(model, reward_fn, prompts)
     accelerator, scores = Accelerator(cpu=True), collect(workers)
-    gathered_prompts, gathered = gather_samples(accelerator, rollout.prompts, scores, "mine", 0.0)
+    gathered_prompts, gathered, picked = gather_samples(accelerator, rollout, scores, "mine", 0.0, 2)
     assert gathered_prompts == prompts and gathered.rewards.tolist() == [0, 1, 2, 3]
     assert gathered.details["half"].tolist() == [0, 0.5, 1, 1.5]
-    rewards = own_share(accelerator, gathered.rewards)
-    images, captions = gather_images(accelerator, rollout, rewards, scores, 2)
-    assert captions[0] == f"{prompts[0]} | 0.00 | half 0 | reply: said 0"
-    assert captions[1] == f"{prompts[3]} | 3.00 | half 1.5 | reply: said 3"
-    np.testing.assert_array_equal(images[1], rollout.images[3])
-    assert gather_images(accelerator, rollout, rewards, scores, 0) == ([], [])
+    assert own_share(accelerator, gathered.rewards).tolist() == [0, 1, 2, 3]
+    assert captions(picked, prompts, gathered.rewards, gathered) == [
+        f"{prompts[0]} | 0.00 | half 0 | reply: said 0",
+        f"{prompts[3]} | 3.00 | half 1.5 | reply: said 3",
+    ]
+    assert list(picked) == [0, 3]
+    np.testing.assert_array_equal(picked[3], rollout.images[3])
+    assert gather_samples(accelerator, rollout, scores, "mine", 0.0, 0)[2] == {}
 
 
 def test_a_weighted_sum_is_taken_of_all_samples_of_an_epoch_at_once(model):
@@ -206,7 +208,7 @@ def test_a_weighted_sum_is_taken_of_all_samples_of_an_epoch_at_once(model):
 
     mixed = WeightedSum([Component("one", 1.0, True, by_index), Component("two", 2.0, True, by_index)])
     rollout, workers = rollout_with(model, mixed)
-    _, scores = gather_samples(Accelerator(cpu=True), rollout.prompts, collect(workers), "mine", 0.0)
+    _, scores, _ = gather_samples(Accelerator(cpu=True), rollout, collect(workers), "mine", 0.0, 0)
     # 0 to 3 have mean 1.5 and deviation sqrt(1.25).
     np.testing.assert_allclose(combined_rewards(mixed, scores), 3 * (np.arange(4) - 1.5) / np.sqrt(1.25))
     plain = Scores(np.array([1.0, 2.0]))
