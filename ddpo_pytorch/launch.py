@@ -23,6 +23,8 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from ddpo_pytorch import checkpoints, metrics, policy
+from ddpo_pytorch.diffusers_patch.equal_halves import checkpoint as checkpointed
+from ddpo_pytorch.diffusers_patch.equal_halves import share_halves
 from ddpo_pytorch.distributed import exchange, fail_together
 from ddpo_pytorch.exits import RunFailure
 from ddpo_pytorch.named_functions import ConfigError, with_device, without_secrets
@@ -140,10 +142,22 @@ def make_policy(
         weight_decay=train.adam_weight_decay,
         epsilon=train.adam_epsilon,
         use_8bit_adam=train.use_8bit_adam,
+        fused=config.mixed_precision != "fp16",
     )
+    share_halves(pipeline.unet)
+    if train.gradient_checkpointing:
+        pipeline.unet.enable_gradient_checkpointing(checkpointed)
     # Autocast alone: `update` averages gradients over processes, once per optimizer step.
     unet = accelerator.prepare_model(pipeline.unet, evaluation_mode=True)
-    model = policy.make_policy(pipeline, unet, scheduler, config.sample.guidance_scale, config.sample.eta)
+    model = policy.make_policy(
+        pipeline,
+        torch.compile(unet) if config.compile else unet,
+        scheduler,
+        config.sample.guidance_scale,
+        config.sample.eta,
+        train.cfg_passes,
+        train.uncond_grad,
+    )
     return model, accelerator.prepare(optimizer)
 
 

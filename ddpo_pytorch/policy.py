@@ -6,7 +6,7 @@ Knows nothing of rewards or of the training loop.
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from ddpo_pytorch.diffusers_patch.ddim_with_logprob import ddim_std, ddim_step_with_logprob, previous_timesteps
 from ddpo_pytorch.diffusers_patch.guidance import predict_noise, uses_guidance
 from ddpo_pytorch.diffusers_patch.pipeline_with_logprob import decode_latents, denoise_with_logprob
+from ddpo_pytorch.lora_forward import speed_up
 from ddpo_pytorch.named_functions import ConfigError
 from ddpo_pytorch.trajectories import MicroBatch, Trajectories
 
@@ -177,6 +178,7 @@ def make_trainable(
         ) from error
     for parameter in trainable_parameters(unet):
         parameter.data = parameter.data.float()
+    speed_up(unet)
 
 
 def trainable_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -190,10 +192,17 @@ def make_optimizer(
     weight_decay: float,
     epsilon: float,
     use_8bit_adam: bool,
+    fused: bool = False,
 ) -> torch.optim.Optimizer:
-    """AdamW, or bitsandbytes' with 8-bit states."""
-    optimizer_class = _adamw_8bit() if use_8bit_adam else torch.optim.AdamW
-    return optimizer_class(parameters, lr=learning_rate, betas=betas, weight_decay=weight_decay, eps=epsilon)
+    """AdamW, or bitsandbytes' with 8-bit states.
+
+    Args:
+        fused: one kernel for all parameters. Not with a gradient scaler, whose skipped steps nobody could tell then.
+    """
+    options = {"lr": learning_rate, "betas": betas, "weight_decay": weight_decay, "eps": epsilon}
+    if use_8bit_adam:
+        return _adamw_8bit()(parameters, **options)
+    return torch.optim.AdamW(parameters, **options, fused=fused)
 
 
 @dataclass
@@ -204,6 +213,7 @@ class Policy:
         unet: as Accelerate prepared it: the one module that both phases call.
         scheduler: with its timesteps set.
         negative_prompt_embeds: of the empty prompt, (1, L, D); None without guidance.
+        cfg_passes, uncond_grad: of `predict_noise`.
     """
 
     pipeline: StableDiffusionPipeline
@@ -212,6 +222,29 @@ class Policy:
     guidance_scale: float
     eta: float
     negative_prompt_embeds: torch.Tensor | None
+    cfg_passes: int = 1
+    uncond_grad: bool = True
+    _embeds: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return self.pipeline.unet.device
+
+    def embed(self, prompts: Sequence[str]) -> list[torch.Tensor]:
+        """Each prompt's embedding, (L, D). Those that are new are encoded; the others are kept from before."""
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._embeds]
+        if new:
+            self._embeds |= zip(new, encode_prompts(self.pipeline, new).unbind(), strict=True)
+        return [self._embeds[prompt] for prompt in prompts]
+
+    def forget_prompts(self) -> None:
+        """Let go of the embeddings kept so far, so that an epoch's are a function of its own prompts."""
+        self._embeds.clear()
+
+    def move_rest(self, device: torch.device | str) -> None:
+        """Put text encoder and VAE, which only sampling needs, on a device."""
+        for module in (self.pipeline.text_encoder, self.pipeline.vae):
+            move(module, device=device)
 
     def sample(
         self,
@@ -222,9 +255,10 @@ class Policy:
         """Denoise a batch of prompts with the scheduler's steps.
 
         Returns:
-            Images, float32 (B, 3, H, W) in [0, 1] on the device; and the trajectories.
+            Images, float32 (B, 3, H, W) in [0, 1]; and the trajectories. Both on the CPU.
         """
-        prompt_embeds = encode_prompts(self.pipeline, prompts)
+        embeds = self.embed(prompts)
+        prompt_embeds = torch.stack(embeds)
         config = self.pipeline.unet.config
         shape = (len(prompts), config.in_channels, config.sample_size, config.sample_size)
         latents = torch.randn(shape, generator=generator, device=prompt_embeds.device)
@@ -238,11 +272,12 @@ class Policy:
             self.eta,
             generator,
             on_step,
+            cfg_passes=self.cfg_passes,
         )
         with torch.no_grad():
-            images = (decode_latents(self.pipeline.vae, all_latents[-1]) / 2 + 0.5).clamp(0, 1)
-        timesteps = self.scheduler.timesteps.to(latents.device).expand(len(prompts), -1)
-        trajectory, log_probs = torch.stack(all_latents, dim=1), torch.stack(all_log_probs, dim=1)
+            images = (decode_latents(self.pipeline.vae, all_latents[-1]) / 2 + 0.5).clamp(0, 1).cpu()
+        timesteps = self.scheduler.timesteps.cpu().expand(len(prompts), -1)
+        trajectory, log_probs = torch.stack(all_latents, dim=1).cpu(), torch.stack(all_log_probs, dim=1).cpu()
         computed = trajectory.isfinite().flatten(1).all(1) & log_probs.isfinite().all(1)
         return images, Trajectories(
             # A single NaN in a batch would be a NaN in the gradient, whatever its advantage.
@@ -250,7 +285,7 @@ class Policy:
             timesteps=timesteps,
             prev_timesteps=previous_timesteps(self.scheduler, timesteps),
             log_probs=torch.where(computed[:, None], log_probs, torch.nan),
-            prompt_embeds=prompt_embeds,
+            prompt_embeds=[embed.cpu() for embed in embeds],
         )
 
     def log_prob(self, batch: MicroBatch) -> torch.Tensor:
@@ -265,6 +300,8 @@ class Policy:
             batch.prompt_embeds,
             self.negative_prompt_embeds,
             self.guidance_scale,
+            cfg_passes=self.cfg_passes,
+            uncond_grad=self.uncond_grad,
         )
         return ddim_step_with_logprob(
             self.scheduler,
@@ -297,7 +334,9 @@ def make_policy(
     scheduler: DDIMScheduler,
     guidance_scale: float,
     eta: float,
+    cfg_passes: int = 1,
+    uncond_grad: bool = True,
 ) -> Policy:
     """Tie the pipeline on its device to the prepared UNet."""
     negative_prompt_embeds = encode_prompts(pipeline, [""]) if uses_guidance(guidance_scale) else None
-    return Policy(pipeline, unet, scheduler, guidance_scale, eta, negative_prompt_embeds)
+    return Policy(pipeline, unet, scheduler, guidance_scale, eta, negative_prompt_embeds, cfg_passes, uncond_grad)

@@ -75,11 +75,11 @@ def sample_epoch(
         on_step()
         workers.check()
 
+    policy.forget_prompts()
     trajectories, images = [], []
     for start in range(0, len(prompts), batch_size):
         batch = slice(start, start + batch_size)
         batch_images, batch_trajectories = policy.sample(prompts[batch], generator, after_step)
-        batch_images = batch_images.cpu()
         workers.submit(batch_images, prompts[batch], metadata[batch])
         images.append(to_uint8(batch_images.nan_to_num()))
         trajectories.append(batch_trajectories)
@@ -130,9 +130,9 @@ def combined_rewards(reward_fn: RewardFn, scores: Scores) -> np.ndarray:
 
 
 def own_share(accelerator: Accelerator, values: np.ndarray) -> torch.Tensor:
-    """This process's part of values in the order of `gather_samples`: float32 (n / processes,) on its device."""
+    """This process's part of values in the order of `gather_samples`: float32 (n / processes,), on the CPU."""
     share = np.split(values, accelerator.num_processes)[accelerator.process_index]
-    return torch.as_tensor(share, dtype=torch.float32, device=accelerator.device)
+    return torch.as_tensor(share, dtype=torch.float32)
 
 
 def captions(samples: Iterable[int], prompts: Sequence[str], rewards: np.ndarray, scores: Scores) -> list[str]:

@@ -85,6 +85,12 @@ OPTIONS: dict[str, tuple[type, tuple[Check, str], Any]] = {
     "train.max_logp_gap": (float, NOT_NEGATIVE, 0.0),
     "train.recompute_log_probs": (bool, ANY, False),
     "train.target_kl": (float, NOT_NEGATIVE, 0.0),
+    "train.gradient_checkpointing": (bool, ANY, False),
+    "train.cfg_passes": (int, (lambda v: v in (1, 2), "1 or 2"), 1),
+    "train.uncond_grad": (bool, ANY, True),
+    "train.timesteps_per_forward": (int, POSITIVE, 1),
+    "offload": (bool, ANY, False),
+    "compile": (bool, ANY, False),
     "prompt_fn": (str, ANY, REQUIRED),
     "reward_fn": (str, ANY, REQUIRED),
 }
@@ -323,7 +329,7 @@ class RunPlan:
     def micro_batches_per_epoch(self) -> int:
         """Of one process."""
         groups = self.updates_per_epoch * self.config.train.gradient_accumulation_steps
-        return groups * self.num_train_timesteps
+        return groups * (self.num_train_timesteps // self.config.train.timesteps_per_forward)
 
     @property
     def denoising_steps_per_epoch(self) -> int:
@@ -369,6 +375,11 @@ def make_plan(config: ConfigDict, num_processes: int) -> RunPlan:
         raise ConfigError(
             f"train.timestep_fraction {train.timestep_fraction} of sample.num_steps {sample.num_steps} leaves no step "
             f"to train on; it must be at least 1/{sample.num_steps}"
+        )
+    if num_train_timesteps % train.timesteps_per_forward:
+        raise ConfigError(
+            f"train.timesteps_per_forward ({train.timesteps_per_forward}) must divide the {num_train_timesteps} "
+            f"trained timesteps (sample.num_steps {sample.num_steps} x train.timestep_fraction {train.timestep_fraction})"
         )
 
     if sample.batch_size % train.batch_size:

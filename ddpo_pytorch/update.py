@@ -96,9 +96,10 @@ def recompute_log_probs(policy: Policy, trajectories: Trajectories, batch_size: 
     """
     for samples in torch.arange(len(trajectories)).split(batch_size):
         for step in range(trajectories.num_steps):
-            batch = take(trajectories, torch.zeros(len(trajectories)), samples, torch.full_like(samples, step))
-            old = batch.old_log_probs
-            trajectories.log_probs[samples, step] = torch.where(old.isfinite(), policy.log_prob(batch), old)
+            steps = torch.full_like(samples, step)
+            batch = take(trajectories, torch.zeros(len(trajectories)), samples, steps, policy.device)
+            old = trajectories.log_probs[samples, step]
+            trajectories.log_probs[samples, step] = torch.where(old.isfinite(), policy.log_prob(batch).cpu(), old)
 
 
 def optimizer_step(

@@ -129,6 +129,8 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
     max_logp_gap = train.max_logp_gap or train.clip_range / 10
     for epoch in range(first_epoch, config.num_epochs):
         # SAMPLE   draw prompts, denoise them, remember every step and how likely it was
+        if config.offload:
+            model.move_rest(accelerator.device)
         phases.enter(f"epoch {epoch}: sampling")
         started = time.perf_counter()
         random_streams = seed_epoch(config.seed, epoch, accelerator.process_index, accelerator.device)
@@ -184,6 +186,8 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
         reported = time.perf_counter()
 
         # TRAIN   replay the steps in random order; make good ones likelier, within clip_range
+        if config.offload:
+            model.move_rest("cpu")
         phases.enter(f"epoch {epoch}: training")
         if train.recompute_log_probs:
             update.recompute_log_probs(model, samples.trajectories, train.batch_size)
@@ -197,6 +201,7 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
                 batch_size=train.batch_size,
                 groups_per_update=train.gradient_accumulation_steps,
                 generator=random_streams.shuffle,
+                timesteps_per_forward=train.timesteps_per_forward,
             ):
                 if train.target_kl and results and results[-1].statistics["policy/kl_nats"] > train.target_kl:
                     break
@@ -205,7 +210,7 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
                     accelerator,
                     model,
                     optimizer,
-                    (take(samples.trajectories, advantages, *index) for index in bar.over(indices)),
+                    (take(samples.trajectories, advantages, *i, accelerator.device) for i in bar.over(indices)),
                     num_micro_batches=len(indices),
                     learning_rate=learning_rate,
                     clip_range=train.clip_range,

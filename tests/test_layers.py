@@ -8,7 +8,8 @@ from conftest import ROOT
 LEVELS = [
     {
         "diffusers_patch.ddim_with_logprob",
-        "diffusers_patch.guidance",
+        "diffusers_patch.equal_halves",
+        "lora_forward",
         "prompts",
         "images",
         "named_functions",
@@ -18,7 +19,7 @@ LEVELS = [
         "scorers.devices",
         "scorers.hub",
     },
-    {"exits"},
+    {"exits", "diffusers_patch.guidance"},
     {"scoring"},
     {"scorers.clip", "scorers.imagenet", "scorers.ocr", "scorers.bert_score", "scorers.chat", "weighted_sum"},
     {"aesthetic_scorer"},

@@ -32,7 +32,7 @@ def denoise_with_logprob(
     Args:
         latents: (B, C, h, w), x_T.
         on_step: called after each step with (step index, timestep, latents); for progress bars.
-        guidance_kwargs: `guidance_rescale` and `cross_attention_kwargs` of `predict_noise`.
+        guidance_kwargs: `guidance_rescale`, `cross_attention_kwargs` and `cfg_passes` of `predict_noise`.
         The rest as in `predict_noise` and `ddim_step_with_logprob`.
 
     Returns:
@@ -56,8 +56,14 @@ def denoise_with_logprob(
 
 
 def decode_latents(vae: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
-    """Images of final latents: float32 (B, 3, H, W), not yet clipped, in [-1, 1] but for over- and undershoot."""
-    return vae.decode((latents / vae.config.scaling_factor).to(vae.dtype), return_dict=False)[0].float()
+    """Images of final latents: float32 (B, 3, H, W), not yet clipped, in [-1, 1] but for over- and undershoot.
+
+    In slices, since the VAE's activations at full size are larger than anything that the UNet holds: of one image with
+    64x64 latents, of more of smaller ones.
+    """
+    scaled = (latents / vae.config.scaling_factor).to(vae.dtype)
+    slices = scaled.split(max(1, 64 * 64 // latents[0, 0].numel()))
+    return torch.cat([vae.decode(part, return_dict=False)[0].float() for part in slices])
 
 
 @torch.no_grad()
