@@ -109,13 +109,13 @@ def get_config():
     # Guidance in training as in sampling. Must be True where sample.guidance_scale is above 1.
     train.cfg = True
     # Passes of the UNet per step with guidance. 1: both halves in one batch. 2: one after the other, with the same
-    # gradients; in training activations of one half are held at a time, and the other's are computed twice.
+    # gradients; in training, activations of one half are held at a time, and the other's are computed twice.
     train.cfg_passes = 1
     # Gradient through the unconditional half of guidance. False is cheaper, and another gradient than the original's.
     train.uncond_grad = True
     # Keep few activations and compute the others again: less memory in a training step, a fifth more time.
     train.gradient_checkpointing = False
-    # Timesteps of each sample in one forward pass; divides the number of trained timesteps. The gradient stays the same.
+    # Timesteps of each sample in one forward pass; divides the number of trained timesteps. The gradient is the same.
     # A pass is then over this x batch_size: few samples of many steps fill a GPU as well as many samples do.
     train.timesteps_per_forward = 1
     # Advantages are clamped to +- this many standard deviations.

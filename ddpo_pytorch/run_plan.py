@@ -379,7 +379,7 @@ def make_plan(config: ConfigDict, num_processes: int) -> RunPlan:
     if num_train_timesteps % train.timesteps_per_forward:
         raise ConfigError(
             f"train.timesteps_per_forward ({train.timesteps_per_forward}) must divide the {num_train_timesteps} "
-            f"trained timesteps (sample.num_steps {sample.num_steps} x train.timestep_fraction {train.timestep_fraction})"
+            f"trained timesteps ({sample.num_steps} x train.timestep_fraction {train.timestep_fraction})"
         )
 
     if sample.batch_size % train.batch_size:
