@@ -29,6 +29,7 @@ from ddpo_pytorch.named_functions import ConfigError
 
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.pt"
+CONFIG_FILE = "config.json"  # of a run's folder
 LORA_FILE = "pytorch_lora_weights.safetensors"
 CHECKPOINT_NAME = re.compile(r"checkpoint_(\d+)")
 # What a checkpoint is called while it is written or deleted; left behind only by a process that was killed
@@ -156,12 +157,13 @@ def _digest_of(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def save_checkpoint(folder: Path, snapshot: Snapshot, num_checkpoint_limit: int) -> Path:
+def save_checkpoint(folder: Path, snapshot: Snapshot, num_checkpoint_limit: int, is_suspect: bool = False) -> Path:
     """Write `folder/checkpoint_N`, N = the snapshot's epoch, aside and rename it into place; then prune the oldest.
 
     Args:
         folder: RUN/checkpoints.
         num_checkpoint_limit: how many to keep, this one included.
+        is_suspect: call it suspect_checkpoint_N, which no search finds, and prune nothing.
 
     Returns:
         The checkpoint's folder.
@@ -170,8 +172,9 @@ def save_checkpoint(folder: Path, snapshot: Snapshot, num_checkpoint_limit: int)
         RunFailure: weights that are not finite, or what the disk said; older checkpoints are untouched.
     """
     check_weights_finite(snapshot.weights)
-    target = folder / f"checkpoint_{snapshot.state.epoch}"
-    aside = folder / f".writing_{target.name}_{os.getpid()}"
+    name = f"checkpoint_{snapshot.state.epoch}"
+    target = folder / (f"suspect_{name}" if is_suspect else name)
+    aside = folder / f".writing_{name}_{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
@@ -194,6 +197,8 @@ def save_checkpoint(folder: Path, snapshot: Snapshot, num_checkpoint_limit: int)
         raise RunFailure(f"cannot write the checkpoint {target}: {said}; older ones are as they were") from None
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
+    if is_suspect:
+        return target
     own = [path for path in list_checkpoints(folder) if (path / STATE_FILE).is_file()]
     for old in own[:-num_checkpoint_limit]:
         with contextlib.suppress(OSError):  # it stays; the new one is there, which is what matters
@@ -282,17 +287,20 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
     skipped: list[str] = []
     for checkpoint in reversed(list_checkpoints(folder)):
         problem = problem_of(checkpoint)
-        if problem is None:
+        if problem is not None:
+            skipped.append(f"{checkpoint} is not whole: {problem}")
+        elif (epoch := read_state(checkpoint).epoch) != int(checkpoint.name.removeprefix("checkpoint_")):
+            skipped.append(f"{checkpoint} is another one under this name: it holds the state after {epoch} epochs")
+        else:
             return checkpoint, skipped
-        skipped.append(f"{checkpoint} is not whole: {problem}")
     return None, skipped
 
 
-def find_checkpoint(resume_from: str) -> tuple[Path, list[str]]:
+def find_checkpoint(resume_from: str) -> tuple[Path | None, list[str]]:
     """The checkpoint that a user points at: itself, or the newest whole one in its parent or in the run's folder.
 
     Returns:
-        Its folder, and what was wrong with newer ones.
+        Its folder, None for a run that has none yet; and what was wrong with newer ones.
 
     Raises:
         ConfigError: none there, or the one pointed at is not whole.
@@ -311,6 +319,8 @@ def find_checkpoint(resume_from: str) -> tuple[Path, list[str]]:
         skipped += problems
         if checkpoint is not None:
             return checkpoint, skipped
+    if not skipped and (path / CONFIG_FILE).is_file():  # a run that was killed in its first epochs
+        return None, [f"{path} has no checkpoint yet, so a new run starts"]
     raise ConfigError(
         f'config.resume_from "{resume_from}": no checkpoint there; give a folder checkpoint_N with its '
         f"{STATE_FILE}, the folder of such, or a run's folder" + "".join(f"; {problem}" for problem in skipped)
@@ -434,5 +444,8 @@ def restore_weights(checkpoint: Path, unet: UNet2DConditionModel, use_lora: bool
 
 
 def restore_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Load a checkpoint's optimizer state."""
+    """Load a checkpoint's optimizer state; learning rate, betas and the like stay those of `optimizer`."""
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(torch.load(checkpoint / OPTIMIZER_FILE, map_location="cpu", weights_only=True))
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)

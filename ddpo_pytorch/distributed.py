@@ -217,7 +217,7 @@ def fail_together(accelerator: Accelerator) -> Iterator[None]:
 class Lifeline(Protocol):
     """Keeps a run's state from being lost, as `rescue.Rescue` does."""
 
-    def write(self) -> None:
+    def write(self, is_suspect: bool = False) -> None:
         """Put on disk what is not yet there."""
 
     def end(self, error: BaseException) -> None:
@@ -283,8 +283,7 @@ class Phases:
                 failed_rank, _, is_of_model = _heard[0]
                 if failed_since is None:
                     failed_since = now
-                    if not is_of_model:
-                        self.rescue.write()  # at once: this process may be ended from outside
+                    self.rescue.write(is_suspect=is_of_model)  # at once: this process may be ended from outside
                 # The failed one itself has more to say, once it has met the others or their connections are cut.
                 if now - failed_since > PATIENCE * (2 if failed_rank == rank else 1):
                     return self._failure()

@@ -9,7 +9,7 @@ import time
 import traceback
 from typing import NoReturn
 
-from ddpo_pytorch.named_functions import ConfigError
+from ddpo_pytorch.named_functions import ConfigError, without_secrets
 
 
 class Stopped(BaseException):
@@ -54,7 +54,7 @@ def _exit_after(seconds: float, code: int) -> None:
 def say(line: str) -> None:
     """A line to stderr, in one write, so that processes that say it at the same moment do not share a line."""
     with contextlib.suppress(OSError, ValueError):  # nobody listens any more, which must not keep a run from ending
-        sys.stderr.write(line + "\n")
+        sys.stderr.write(without_secrets(line) + "\n")
         sys.stderr.flush()
 
 

@@ -233,7 +233,7 @@ def open_run_folder(
                 "versions": metrics.package_versions(),
             }
             try:
-                (run_folder / "config.json").write_text(json.dumps(document, indent=2, default=str))
+                (run_folder / checkpoints.CONFIG_FILE).write_text(json.dumps(document, indent=2, default=str))
             except OSError as error:
                 raise ConfigError(f"cannot write in the run's folder {run_folder}: {error}") from error
     accelerator.project_configuration.logging_dir = str(run_folder)
@@ -272,6 +272,14 @@ def changed_options(saved: Mapping[str, Any], present: Mapping[str, Any]) -> lis
     old, new = (metrics.flatten(json.loads(json.dumps(config, default=str))) for config in (saved, present))
     keys = sorted((old.keys() | new.keys()) - {"resume_from", "resume", "num_epochs"})
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
+
+
+def goes_another_way(plan: RunPlan, resumed: checkpoints.TrainingState | None) -> bool:
+    """Whether a resumed run does otherwise than the one before would have done."""
+    if resumed is None:
+        return False
+    present = without_secrets(plan.config.to_dict())
+    return resumed.num_processes != plan.num_processes or bool(changed_options(resumed.config, present))
 
 
 def _processes(number: int) -> str:

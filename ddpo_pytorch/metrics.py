@@ -117,21 +117,31 @@ def _writing(path: Path) -> Iterator[None]:
 class RunLog:
     """Sends numbers and pictures to the dashboards and into the run's folder. Acts on the main process alone."""
 
-    def __init__(self, accelerator: Accelerator, run_folder: Path, first_epoch: int) -> None:
+    def __init__(
+        self, accelerator: Accelerator, run_folder: Path, first_epoch: int, goes_another_way: bool = False
+    ) -> None:
         """
         Args:
             first_epoch: the epoch about to run; lines of this and later epochs, left by a run that went further than
                 the checkpoint it is resumed from, are dropped from `metrics.jsonl`.
+            goes_another_way: this run is not the same again, so that dashboards, which cannot drop what they have of
+                these epochs, need a new run: `needs_new_run`.
         """
         self.accelerator = accelerator
         self.run_folder = run_folder
         self.metrics_file = run_folder / "metrics.jsonl"
         self.curve: list[tuple[int, float, float]] = []  # (epoch, reward mean, reward std)
         self.sent_before = 0  # dashboards have all earlier steps, from a run that went further than its checkpoint
+        self.needs_new_run = False
         if accelerator.is_main_process:
-            self._take_up(first_epoch)
+            self._take_up(first_epoch, goes_another_way)
 
-    def _take_up(self, first_epoch: int) -> None:
+    def _take_up(self, first_epoch: int, goes_another_way: bool) -> None:
+        # The last step that dashboards had when a run went further than its checkpoint before
+        marker = self.run_folder / "dashboards.json"
+        with contextlib.suppress(OSError, ValueError):
+            self.sent_before = int(json.loads(marker.read_text())["last_step"])
+        last_kept = -1
         lines = self.metrics_file.read_text().splitlines() if self.metrics_file.exists() else []
         kept = []
         for line in lines:
@@ -142,11 +152,19 @@ class RunLog:
             self.sent_before = max(self.sent_before, entry["step"])
             if entry["epoch"] < first_epoch:
                 kept.append(line)
+                last_kept = entry["step"]
                 self._extend_curve(entry)
-        aside = self.metrics_file.with_suffix(".writing")
-        with _writing(self.metrics_file):
-            aside.write_text("".join(line + "\n" for line in kept))
-            aside.replace(self.metrics_file)
+        if goes_another_way and self.sent_before > last_kept:
+            self.sent_before, self.needs_new_run = 0, True
+        if self.sent_before > last_kept or marker.exists():  # before the lines that show it are gone
+            self._replace(marker, json.dumps({"last_step": self.sent_before}))
+        self._replace(self.metrics_file, "".join(line + "\n" for line in kept))
+
+    def _replace(self, file: Path, text: str) -> None:
+        aside = file.with_suffix(".writing")
+        with _writing(file):
+            aside.write_text(text)
+            aside.replace(file)
 
     def _extend_curve(self, values: Mapping[str, Any]) -> None:
         if "reward_mean" in values:

@@ -10,8 +10,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-SECRET_NAME = re.compile(r"(^|_|-)(api_?key|key|token|secret|password|passwd|pwd)$", re.IGNORECASE)
-URL_USER = re.compile(r"(\w+://)[^/@\s]+@")
+_SECRET = r"(?:api_?keys?|keys?|tokens?|secrets?|passwords?|passwd|pwd|credentials?|auth|authorization)"
+SECRET_NAME = re.compile(rf"(^|_|-){_SECRET}$", re.IGNORECASE)
+# In any text: user and password of a URL, a URL's arguments, what HTTP headers hold, keys by their usual beginnings
+SECRET_TEXTS = [
+    (re.compile(r"(\w+://)[^/@\s]+@"), r"\1***@"),
+    (re.compile(rf"([?&](?:\w*[_-])?{_SECRET}=)[^&\s'\"]+", re.IGNORECASE), r"\1***"),
+    (re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{6,}"), r"\1 ***"),
+    (re.compile(r"\b(?:sk-[\w-]{16,}|hf_\w{20,})"), "***"),
+]
 
 
 class ConfigError(ValueError):
@@ -79,15 +86,19 @@ def resolve_function(spec: str, shipped: types.ModuleType, option: str) -> Calla
 def without_secrets(value: Any, key: str = "") -> Any:
     """A copy of a nest of options to be shown or kept: what is called a key, token, secret or password is "***".
 
-    So are user and password of a URL. A name that ends in _env is of a variable, and stays.
+    So is what looks like one in any text. A name that ends in _env is of a variable, and stays.
     """
     if isinstance(value, Mapping):
         return {name: without_secrets(entry, str(name)) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(without_secrets(entry, key) for entry in value)
-    if isinstance(value, str) and value and SECRET_NAME.search(key):
+    if not isinstance(value, str) or not value:
+        return value
+    if SECRET_NAME.search(re.sub(r"([a-z])([A-Z])", r"\1_\2", key)):
         return "***"
-    return URL_USER.sub(r"\1***@", value) if isinstance(value, str) else value
+    for pattern, replacement in SECRET_TEXTS:
+        value = pattern.sub(replacement, value)
+    return value
 
 
 def check_arguments(function: Callable, kwargs: Mapping[str, Any], option: str) -> None:

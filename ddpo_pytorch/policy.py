@@ -117,6 +117,22 @@ def load_scheduler(model: str, revision: str, num_steps: int, eta: float, device
     return scheduler
 
 
+def _check_index(model: str) -> None:
+    """Raises ConfigError if a local folder wants code of its own run, which some versions of diffusers would."""
+    try:
+        index = json.loads((Path(model).expanduser() / "model_index.json").read_text())
+        parts = {name: part for name, part in index.items() if not name.startswith("_") and isinstance(part, list)}
+        foreign = [name for name, (library, _) in parts.items() if library not in (None, "diffusers", "transformers")]
+        foreign += [] if isinstance(index["_class_name"], str) else ["the pipeline itself"]
+    except (OSError, ValueError, KeyError, AttributeError):  # no folder, or what the loading code will say of it
+        return
+    if foreign:
+        raise ConfigError(
+            f'config.pretrained.model "{model}" has parts that are neither of diffusers nor of transformers: '
+            f"{', '.join(foreign)}; code in a model's folder is not run"
+        )
+
+
 def load_pipeline(model: str, revision: str, scheduler: DDIMScheduler) -> StableDiffusionPipeline:
     """The pipeline in float32 on the CPU, everything frozen, without safety checker.
 
@@ -125,6 +141,7 @@ def load_pipeline(model: str, revision: str, scheduler: DDIMScheduler) -> Stable
     """
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
+    _check_index(model)
     try:
         pipeline = StableDiffusionPipeline.from_pretrained(
             model, revision=revision, scheduler=scheduler, safety_checker=None, requires_safety_checker=False

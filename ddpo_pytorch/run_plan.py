@@ -31,7 +31,7 @@ BETA: tuple[Check, str] = (lambda v: 0 <= v < 1, "at least 0 and less than 1")
 REQUIRED = object()
 
 OPTIONS: dict[str, tuple[type, tuple[Check, str], Any]] = {
-    "run_name": (str, ANY, REQUIRED),
+    "run_name": (str, (lambda v: not set(v) & set("/\\\0"), 'a name for a folder, without "/"'), REQUIRED),
     "seed": (int, NOT_NEGATIVE, REQUIRED),
     "logdir": (str, ANY, REQUIRED),
     "num_epochs": (int, POSITIVE, REQUIRED),
@@ -240,6 +240,10 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
     with config.unlocked():
         for key, (_, _, default) in OPTIONS.items():
             section, _, name = key.rpartition(".")
+            if section in config and not isinstance(config[section], ConfigDict):
+                raise ConfigError(
+                    f"config.{section} must be a ConfigDict with options of its own; got {config[section]!r}"
+                )
             if default is REQUIRED:
                 continue
             node = config
@@ -252,6 +256,8 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
         for key, empty in FREE_DICTS.items():
             if key not in config:
                 config[key] = ConfigDict(empty)
+            if not isinstance(config[key], ConfigDict):
+                raise ConfigError(f"config.{key} must be a dictionary of arguments; got {config[key]!r}")
     return config
 
 

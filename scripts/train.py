@@ -121,7 +121,10 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
     # Where results go
     run_name, run_folder = launch.open_run_folder(accelerator, config, checkpoint, resumed)
     with fail_together(accelerator):
-        log = metrics.RunLog(accelerator, run_folder, first_epoch)
+        log = metrics.RunLog(accelerator, run_folder, first_epoch, launch.goes_another_way(plan, resumed))
+        if log.needs_new_run:
+            accelerator.print("warning: options have changed since steps that dashboards have: a new run there")
+            run_ids = {}
         run_ids |= metrics.start_trackers(accelerator, run_folder, run_name, without_secrets(config.to_dict()), run_ids)
     accelerator.print(launch.describe(plan, accelerator, model, run_folder, resumed), flush=True)
 

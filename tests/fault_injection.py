@@ -22,6 +22,9 @@ def prompt_fn(fault="", epoch=1, rank=0, samples=4):
     """
     global drawn
     drawn += 1
+    if "FAULT" in os.environ:  # so that the config stays the same
+        fault, epoch = os.environ["FAULT"].split(":")
+        epoch = int(epoch)
     if fault and drawn == 2 + epoch * samples and rank == RANK:
         FAULTS[fault]()
     return random.choice(["cat", "dog", "fox"]), {}

@@ -216,6 +216,24 @@ def test_a_torn_checkpoint_is_never_chosen_and_what_was_skipped_is_said(tmp_path
         find_checkpoint(str(tmp_path))
 
 
+def test_a_whole_checkpoint_under_another_number_is_passed_over(tmp_path, random_sd):
+    save(tmp_path, random_sd, epochs=(1, 3))
+    (tmp_path / "checkpoint_3").rename(tmp_path / "checkpoint_99")
+    checkpoint, [skipped] = find_checkpoint(str(tmp_path))
+    assert checkpoint.name == "checkpoint_1"
+    assert "checkpoint_99 is another one under this name: it holds the state after 3 epochs" in skipped
+
+
+def test_the_optimizers_options_are_the_configs_also_after_a_resume(tmp_path, random_sd):
+    save(tmp_path, random_sd)
+    pipeline, _ = trained(random_sd)
+    optimizer = policy.make_optimizer(policy.trainable_parameters(pipeline.unet), 0.1, (0.8, 0.9), 0.0, 1e-6, False)
+    restore_optimizer(tmp_path / "checkpoint_1", optimizer)
+    [group] = optimizer.param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"], group["eps"]) == (0.1, (0.8, 0.9), 0.0, 1e-6)
+    assert optimizer.state_dict()["state"][0]["step"] == 1
+
+
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path, random_sd):
     save(tmp_path, random_sd)
     for name in (".writing_checkpoint_2_123", ".deleting_checkpoint_1", ".writing_notes", "mine"):

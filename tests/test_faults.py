@@ -118,6 +118,8 @@ TABLE = {
     "no layer of that name": Row(["--config.lora.target_modules=('nothing',)"], 1, ["config.lora.target_modules .* do not fit"]),
     "nothing to resume": Row(["--config.resume_from=nowhere"], 1, ['"nowhere": no checkpoint there']),
     "resume without a name": Row(["--config.resume=auto", "--config.run_name="], 1, ["config.run_name, which must be set"]),
+    "the log folder cannot be written": Row(["--config.logdir=/proc/logs"], 1, ['config.logdir "/proc/logs": cannot make the folder']),
+    "the log folder cannot be written by two": Row(["--config.logdir=/proc/logs"], 1, ['config.logdir "/proc/logs": cannot make the folder'], None, 2),
     "the log folder is a file": Row(["--config.logdir=a_file"], 1, ['config.logdir "a_file": cannot make the folder']),
 
     # --- rewards
@@ -157,6 +159,7 @@ TABLE = {
     "weights are not finite": Row(fault("not-finite-weights"), 1, ["trained tensors are not finite, first"], {1}),
     "weights differ between two": Row(fault("diverging", rank=1), 1, ["the processes' trained weights differ"], {1}, 2),
     "weights differ between saves": Row(fault("diverging", "--config.save_freq=0", rank=1), 1, ["the processes' trained weights differ", "state after 1 epochs is saved"], {1}, 2),
+    "weights overflow between saves": Row(fault("gradients-always", "--config.save_freq=0", "--config.train.max_skipped_steps=2"), 1, ["2 updates in a row were skipped", "saved: .*suspect_checkpoint_2"], set()),
     "no room for the weights": Row(fault("disk-weights"), 1, [NO_ROOM], {1}, never=["Traceback"]),
     "no room for the optimizer": Row(fault("disk-optimizer"), 1, [NO_ROOM], {1}, never=["Traceback"]),
     "no room for the optimizer of two": Row(fault("disk-optimizer"), 1, [NO_ROOM], {1}, 2, never=["Traceback (most recent call last):\n  File \"scripts"]),
@@ -192,9 +195,9 @@ def prepare(folder: Path) -> None:
     shutil.copy(ROOT / "tests" / "fault_injection.py", folder)
 
 
-def run(folder: Path, arguments: list[str], processes: int = 1):
+def run(folder: Path, arguments: list[str], processes: int = 1, **environment: str):
     spec = [] if any(a.startswith("--config=") for a in arguments) else [f"--config={TINY}"]
-    return launch([*spec, *SHORT, *arguments], folder, processes, timeout=240, HF_HUB_OFFLINE="1")
+    return launch([*spec, *SHORT, *arguments], folder, processes, timeout=240, HF_HUB_OFFLINE="1", **environment)
 
 
 def checkpoints_in(folder: Path) -> set[int] | None:
@@ -205,6 +208,7 @@ def checkpoints_in(folder: Path) -> set[int] | None:
     [run_folder] = runs
     found = [path for path in (run_folder / "checkpoints").glob("*") if not path.name.startswith(".deleting")]
     assert all(problem_of(path) is None for path in found), found
+    found = [path for path in found if not path.name.startswith("suspect_")]
     return {int(path.name.removeprefix("checkpoint_")) for path in found}
 
 
@@ -246,21 +250,25 @@ def undisturbed(tmp_path_factory):
     return final_weights(folder), read_metrics(next((folder / "logs").iterdir()))
 
 
+@pytest.mark.parametrize("by", ["name", "folder"])
 @pytest.mark.parametrize("where", ["kill-sampling", "kill-training", "kill-writing", "kill-pruning"])
-def test_after_kill_9_the_same_command_continues_bit_for_bit(tmp_path, undisturbed, where):
+def test_after_kill_9_the_same_command_continues_bit_for_bit(tmp_path, undisturbed, where, by):
+    if by == "folder" and where not in ("kill-training", "kill-writing"):
+        pytest.skip("as by name")
     prepare(tmp_path)
-    arguments = fault(where, "--config.num_checkpoint_limit=1", "--config.resume=auto")
-    assert run(tmp_path, arguments).returncode == -9
-    left = list(tmp_path.glob("logs/*/checkpoints/checkpoint_*"))
-    assert left, "a whole checkpoint is there at any moment"
-    again = fault("", "--config.num_checkpoint_limit=1", "--config.resume=auto")
+    always = ["--config.num_checkpoint_limit=1"] + ["--config.resume=auto"] * (by == "name")
+    assert run(tmp_path, fault(where, *always)).returncode == -9
+    [folder] = (tmp_path / "logs").iterdir()
+    assert list(folder.glob("checkpoints/checkpoint_*")), "a whole checkpoint is there at any moment"
+    again = fault("", *always) + [f"--config.resume_from={folder}"] * (by == "folder")
     result = run(tmp_path, again)
     assert result.returncode == 0 and "resumed:           after" in result.stdout, result.stderr
     weights, lines = undisturbed
     assert final_weights(tmp_path) == weights
-    [folder] = (tmp_path / "logs").iterdir()
-    assert read_metrics(folder) == lines
+    assert list((tmp_path / "logs").iterdir()) == [folder] and read_metrics(folder) == lines
     assert {p.name for p in (folder / "checkpoints").iterdir()} == {"checkpoint_3"}
+    if by == "folder":
+        return
     # And once more: there is nothing left to do, which is no error.
     result = run(tmp_path, again)
     assert result.returncode == 0 and "has 3 epochs already" in result.stdout and not result.stderr.count("error")
@@ -278,6 +286,41 @@ def last_words(folder: Path) -> tuple[int, str]:
         return -1, unfinished[0] if unfinished else "starting"
     last = json.loads(lines[-1])
     return last["epoch"], next(key for key in ("reward_mean", "loss", "policy/updates") if key in last)
+
+
+def test_two_processes_of_which_one_is_killed_continue_bit_for_bit(tmp_path):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    for folder in (straight, killed):
+        folder.mkdir()
+        prepare(folder)
+    arguments = fault("", "--config.resume=auto", rank=1)
+    assert run(straight, arguments, 2).returncode == 0
+    assert run(killed, arguments, 2, FAULT="kill-training:1").returncode == 1
+    result = run(killed, arguments, 2)
+    assert result.returncode == 0 and "resumed:           after 1 epochs" in result.stdout, result.stderr
+    folders = [next((folder / "logs").iterdir()) for folder in (straight, killed)]
+    assert_same_checkpoint(*(folder / "checkpoints" / "checkpoint_3" for folder in folders))
+    assert read_metrics(folders[0]) == read_metrics(folders[1])
+
+
+def test_going_back_with_other_options_is_another_run_on_the_dashboard(tmp_path):
+    prepare(tmp_path)
+    assert run(tmp_path, ["--config.log_with=wandb"]).returncode == 0
+    [folder] = (tmp_path / "logs").iterdir()
+    back = ["--config.log_with=wandb", f"--config.resume_from={folder / 'checkpoints' / 'checkpoint_2'}"]
+    result = run(tmp_path, [*back, "--config.train.learning_rate=1e-3"])
+    assert result.returncode == 0 and "options have changed since steps that dashboards have" in result.stdout
+    first, second = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda f: f.stat().st_mtime)
+    assert first.name != second.name
+    assert [point["_step"] for point in wandb_file.history(second)] == [2]
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(tmp_path):
+    prepare(tmp_path)
+    assert run(tmp_path, fault("kill-training", epoch=0)).returncode == -9
+    [folder] = (tmp_path / "logs").iterdir()
+    result = run(tmp_path, [f"--config.resume_from={folder}", "--config.num_epochs=1"])
+    assert result.returncode == 0 and f"{folder} has no checkpoint yet, so a new run starts" in result.stdout
 
 
 def test_twenty_kills_at_random_moments_change_nothing(tmp_path):
@@ -309,6 +352,7 @@ def test_twenty_kills_at_random_moments_change_nothing(tmp_path):
             assert process.returncode == 0  # complete before it could be killed often enough
             [last] = killed.glob(f"logs/*/checkpoints/checkpoint_{MANY}")
             shutil.rmtree(last.parent.parent)  # once more from the start
+            where.clear()
             continue
         process.kill()
         process.communicate()
@@ -455,16 +499,27 @@ def test_a_skipped_update_has_a_point_of_its_own_on_the_dashboard(tmp_path):
     assert [read_state(path).global_step for path in sorted((folder / "checkpoints").iterdir())] == [1, 2]
 
 
-@pytest.mark.parametrize("how", ["term-training", "kill-training", "kill-sampling"])
-def test_a_stopped_and_resumed_run_is_one_on_the_dashboard(tmp_path, how):
+STOPS = {
+    "SIGTERM": ["term-training:1"],
+    "kill-training": ["kill-training:1"],
+    "kill-sampling": ["kill-sampling:1"],
+    # Once more before anything new is logged, and again
+    "three-kills": ["kill-training:2", "kill-sampling:0", "kill-training:0"],
+}
+
+
+@pytest.mark.parametrize("stops", STOPS.values(), ids=STOPS)
+def test_a_stopped_and_resumed_run_is_one_on_the_dashboard(tmp_path, stops):
     prepare(tmp_path)
     always = ["--config.log_with=wandb", "--config.resume=auto", "--config.train.num_inner_epochs=2"]
-    assert run(tmp_path, fault(how, *always)).returncode == (143 if how == "term-training" else -9)
+    always += ["--config.save_freq=2"] if len(stops) > 1 else []
+    for stop in stops:
+        assert run(tmp_path, fault("", *always), FAULT=stop).returncode in (143, -9)
     result = run(tmp_path, fault("", *always))
-    assert result.returncode == 0 and "after 1 epochs" in result.stdout, result.stderr
+    assert result.returncode == 0 and "resumed:           after" in result.stdout, result.stderr
     [folder] = (tmp_path / "logs").iterdir()
     files = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert len(files) == 2 and len({file.name for file in files}) == 1
+    assert len(files) == len(stops) + 1 and len({file.name for file in files}) == 1
     points = [point for file in files for point in wandb_file.history(file)]
     steps = [point["_step"] for point in points]
     assert steps == sorted(steps) and set(steps) == set(range(6))

@@ -48,6 +48,17 @@ def test_dashboards_get_no_step_again_that_they_have(tmp_path):
     # Of the last step they may have only a part; the file has each line once.
     assert sent(1) == [2] and [line["epoch"] for line in read(tmp_path)] == [0, 1, 2]
     assert sent(3) == []
+    # Killed before anything new was logged: what dashboards have is known still.
+    run_log(tmp_path, first_epoch=1)
+    assert sent(1) == [2] and not run_log(tmp_path, first_epoch=2).needs_new_run
+    assert RunLog(Accelerator(cpu=True), tmp_path, 2, goes_another_way=True).needs_new_run
+    assert sent(1) == [1, 2]
+
+
+def test_a_run_that_goes_on_from_its_end_needs_no_new_one_on_the_dashboard(tmp_path):
+    log = run_log(tmp_path)
+    log.log({"epoch": 0}, step=0)
+    assert not RunLog(Accelerator(cpu=True), tmp_path, 1, goes_another_way=True).needs_new_run
 
 
 def test_equal_rewards_have_no_spread_at_all():

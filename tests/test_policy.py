@@ -190,3 +190,11 @@ def test_8bit_adam_runs_or_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(bitsandbytes.optim, "AdamW8bit", None)
     with pytest.raises(ConfigError, match="use_8bit_adam needs a working bitsandbytes"):
         policy.check_device(CPU, "no", True)
+
+
+def test_a_folder_that_wants_its_own_code_run_is_refused(random_sd, tmp_path):
+    folder = shutil.copytree(random_sd, tmp_path / "model")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "unet": ["evil", "UNet2DConditionModel"]}))
+    with pytest.raises(ConfigError, match="neither of diffusers nor of transformers: unet; code in a model's folder"):
+        policy.load_pipeline(str(folder), "main", None)

@@ -1,5 +1,6 @@
 """How a process that is told to end does so; in processes of their own."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,8 +16,8 @@ from ddpo_pytorch.exits import *
 
 class State: epoch = 3
 class Snapshot: state = State()
-def save_checkpoint(folder, snapshot, limit):
-    (folder / "saved").write_text(str(limit))
+def save_checkpoint(folder, snapshot, limit, is_suspect=False):
+    (folder / ("suspect" if is_suspect else "saved")).write_text(str(limit))
     return folder / "saved"
 checkpoints = types.SimpleNamespace(save_checkpoint=save_checkpoint)  # the real one takes seconds to import
 sys.modules["ddpo_pytorch.checkpoints"] = checkpoints
@@ -62,12 +63,12 @@ def test_a_signal_ends_the_process_with_its_code_and_the_state_on_disk(tmp_path,
     assert "the state after 3 epochs is saved" in errors and f"ended by {number.name}" in errors
 
 
-def test_any_failure_keeps_the_state_but_for_one_of_the_model(tmp_path):
+def test_any_failure_keeps_the_state_but_one_of_the_model_apart(tmp_path):
     assert ended(tmp_path, "lifeline.end(RunFailure('no server'))")[0] == 1
     assert (tmp_path / "saved").exists()
     (tmp_path / "saved").unlink()
     assert ended(tmp_path, "lifeline.end(ModelFailure('not finite'))")[0] == 1
-    assert not (tmp_path / "saved").exists()
+    assert not (tmp_path / "saved").exists() and (tmp_path / "suspect").exists()
 
 
 def test_what_is_on_disk_already_is_not_written_again_and_a_full_disk_is_said(tmp_path):
@@ -79,7 +80,7 @@ def test_what_is_on_disk_already_is_not_written_again_and_a_full_disk_is_said(tm
 
 
 SLOW_DISK = """
-def slowly(folder, snapshot, limit):
+def slowly(folder, snapshot, limit, is_suspect):
     with (folder / "writes").open("a") as file:
         file.write("begun ")
     print("ready", flush=True)
@@ -89,11 +90,25 @@ checkpoints.save_checkpoint = slowly
 """
 
 
-def test_a_signal_during_a_save_has_it_written_whole_by_one_thread_at_a_time(tmp_path):
-    body = SLOW_DISK + BUSY.format(work="lifeline.save()").replace('print("ready", flush=True)', "")
-    code, errors, _ = ended(tmp_path, body, signal.SIGTERM)
+@pytest.mark.parametrize("work", ["lifeline.save()", "lifeline.write()"])
+def test_a_signal_waits_for_a_save_that_is_under_way(tmp_path, work):
+    body = SLOW_DISK + BUSY.format(work=work + "; time.sleep(5)").replace('print("ready", flush=True)', "")
+    code, errors, seconds = ended(tmp_path, body, signal.SIGTERM)
     assert code == 143 and errors.count("is saved") == 1 and (tmp_path / "saved").exists()
-    assert (tmp_path / "writes").read_text() == "begun begun "  # the first was broken off
+    assert (tmp_path / "writes").read_text() == "begun " and seconds < 4
+
+
+def test_a_launcher_that_is_killed_takes_its_process_along_with_the_state_on_disk(tmp_path):
+    """`accelerate launch` of one process hears of no signal."""
+    child = HEAD + BUSY.format(work=SLEEP)
+    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], sys.argv[2]])"
+    environment = {k: v for k, v in os.environ.items() if k != "LOCAL_RANK"} | {"ACCELERATE_DYNAMO_BACKEND": "no"}
+    command = [sys.executable, "-c", launcher, child, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)  # until the child, too, has closed its end
+    assert (tmp_path / "saved").exists()
 
 
 def test_what_could_not_be_saved_is_not_tried_again(tmp_path):

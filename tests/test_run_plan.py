@@ -399,3 +399,30 @@ def test_a_whole_unet_at_a_loras_rate_is_warned_about():
     assert "0.0003 with use_lora False" in warning and "1e-5" in warning
     assert plan_with("--config.use_lora=False", "--config.train.learning_rate=1e-5").warnings == ()
     assert plan_with().warnings == ()
+
+
+@pytest.mark.parametrize("name", ["team/run", "..\\run"])
+def test_a_name_that_is_no_folder_name_is_refused(name):
+    config = load_config(BASE)
+    config.run_name = name
+    with pytest.raises(ConfigError, match='config.run_name must be text, a name for a folder, without "/"'):
+        make_plan(config, 1)
+
+
+@pytest.mark.parametrize("section", ["lora", "train", "pretrained", "prompt_fn_kwargs", "reward_fn_kwargs"])
+@pytest.mark.parametrize("value", [5, None, "x"])
+def test_a_section_that_is_none_is_refused(section, value):
+    config = load_config(BASE)
+    with config.ignore_type():
+        config[section] = value
+    with pytest.raises(ConfigError, match=f"config.{section} must be a "):
+        make_plan(config, 1)
+
+
+def test_timesteps_in_a_forward_pass_must_divide_those_that_are_trained():
+    config = load_config(BASE)
+    config.train.timesteps_per_forward = 4
+    with pytest.raises(ConfigError, match=r"timesteps_per_forward \(4\) must divide the 50 trained timesteps"):
+        make_plan(config, 1)
+    config.train.timestep_fraction = 0.8
+    assert make_plan(config, 1).micro_batches_per_epoch == 2 * 10

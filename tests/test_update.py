@@ -215,3 +215,14 @@ def test_recomputed_log_probs_are_the_training_paths_own_at_its_batch_shape(pipe
         batch = take(trajectories, advantages, torch.tensor([0, 1]), torch.full((2,), j))
         assert torch.equal(model.log_prob(batch).detach(), batch.old_log_probs)
     assert trajectories.log_probs[3].isnan().all() and trajectories.log_probs[2].isfinite().all()
+
+
+@pytest.mark.parametrize("use_lora", [True, False])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_recomputed_log_probs_make_the_ratio_exactly_one_at_other_batch_shapes(pipeline, use_lora, precision):
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    model, trajectories, advantages = sampled(pipeline, accelerator, use_lora)
+    recompute_log_probs(model, trajectories, batch_size=1)
+    batches = [take(trajectories, advantages, torch.tensor([i]), torch.tensor([j])) for i in range(4) for j in range(3)]
+    optimizer = torch.optim.SGD(trainable_parameters(model.unet), lr=0.0)
+    assert optimizer_step(accelerator, model, optimizer, batches, 12, 0.0, 1e-4, 5.0, 1.0).logp_gap == 0.0

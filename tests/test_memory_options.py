@@ -1,0 +1,218 @@
+"""Options that save memory or time leave results and gradients what they are on the plain path."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import ROOT
+from test_update import sampled
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddpo_pytorch import launch, policy
+from ddpo_pytorch.diffusers_patch.equal_halves import checkpoint, share_halves
+from ddpo_pytorch.diffusers_patch.guidance import predict_noise
+from ddpo_pytorch.run_plan import apply_overrides, load_config
+from ddpo_pytorch.trajectories import shuffled_updates, take
+from ddpo_pytorch.update import optimizer_step
+
+
+def unet_with_lora(pipeline, targets=("to_q", "to_k", "to_v", "to_out.0", "conv1", "proj_in")):
+    unet = copy.deepcopy(pipeline.unet).requires_grad_(False).eval()
+    torch.manual_seed(0)
+    policy.make_trainable(unet, True, 4, targets, torch.float32)
+    with torch.no_grad():
+        for p in policy.trainable_parameters(unet):
+            p.add_(torch.randn_like(p) * 0.1)
+    return unet
+
+
+def prediction_and_gradients(unet, **options):
+    torch.manual_seed(1)
+    latents, embeds, negative = torch.randn(3, 4, 8, 8), torch.randn(3, 16, 16), torch.randn(1, 16, 16)
+    unet.zero_grad()
+    prediction = predict_noise(unet, latents, torch.tensor([900, 400, 20]), embeds, negative, 5.0, **options)
+    prediction.square().mean().backward()
+    return prediction.detach(), [p.grad.clone() for p in policy.trainable_parameters(unet)]
+
+
+def shared(unet):
+    share_halves(unet)
+
+
+def checkpointed(unet):
+    unet.enable_gradient_checkpointing(checkpoint)
+
+
+WAYS = {
+    "halves shared": ([shared], {}),
+    "two passes": ([], {"cfg_passes": 2}),
+    "checkpointing": ([checkpointed], {}),
+    "all of them": ([shared, checkpointed], {"cfg_passes": 2}),
+    "shared and checkpointed": ([shared, checkpointed], {}),
+}
+
+
+@pytest.mark.parametrize("preparations, options", WAYS.values(), ids=WAYS)
+def test_the_gradient_is_the_plain_paths(pipeline, preparations, options):
+    unet = unet_with_lora(pipeline)
+    plain, expected = prediction_and_gradients(unet)
+    for prepare in preparations:
+        prepare(unet)
+    prediction, gradients = prediction_and_gradients(unet, **options)
+    assert_close(prediction, plain, rtol=1e-5, atol=1e-5)
+    assert max(g.abs().max() for g in expected) > 1e-3
+    for gradient, of_plain in zip(gradients, expected, strict=True):
+        assert_close(gradient, of_plain, rtol=1e-4, atol=1e-6 + 1e-5 * of_plain.abs().max().item())
+
+
+def test_without_the_unconditional_gradient_it_is_another_one_of_the_same_prediction(pipeline):
+    unet = unet_with_lora(pipeline)
+    plain, expected = prediction_and_gradients(unet)
+    prediction, gradients = prediction_and_gradients(unet, uncond_grad=False)
+    assert_close(prediction, plain, rtol=1e-5, atol=1e-5)
+    assert max((a - b).abs().max() for a, b in zip(gradients, expected, strict=True)) > 1e-3
+    with torch.no_grad():  # sampling knows no gradient
+        assert torch.equal(prediction_only(unet), prediction_only(unet, uncond_grad=False))
+
+
+def prediction_only(unet, **options):
+    torch.manual_seed(1)
+    latents, embeds, negative = torch.randn(3, 4, 8, 8), torch.randn(3, 16, 16), torch.randn(1, 16, 16)
+    return predict_noise(unet, latents, torch.tensor([900, 400, 20]), embeds, negative, 5.0, **options)
+
+
+def test_a_shared_unet_is_itself_where_nobody_promised_equal_halves(pipeline):
+    unet = unet_with_lora(pipeline)
+    batch = torch.randn(2, 4, 8, 8), torch.tensor([3, 700]), torch.randn(2, 16, 16)
+    with torch.no_grad():
+        before = unet(*batch).sample
+        share_halves(unet)
+        assert torch.equal(unet(*batch).sample, before)
+        calls = []
+        unet.conv_in.register_forward_hook(lambda module, inputs, output: calls.append(len(inputs[0])))
+        prediction_only(unet)
+    assert calls == [6]  # its own forward then takes the first three
+
+
+class Saved(TorchDispatchMode):
+    """Waits for the device, as .item() and .cpu() would be on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._local_scalar_dense.default or function is torch.ops.aten.nonzero.default:
+            self.waits.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_device_inside_the_loops(pipeline):
+    model, trajectories, advantages = sampled(pipeline, Accelerator(cpu=True), True)
+    from ddpo_pytorch.diffusers_patch.pipeline_with_logprob import denoise_with_logprob
+    from ddpo_pytorch.losses import ppo_clipped_loss
+
+    embeds = torch.stack(model.embed(["cat", "dog"]))
+    with Saved() as saved:
+        denoise_with_logprob(
+            model.unet,
+            model.scheduler,
+            torch.randn(2, 4, 8, 8),
+            embeds,
+            model.negative_prompt_embeds,
+            5.0,
+            1.0,
+            on_step=lambda *_: None,
+        )
+        assert saved.waits == []
+        for step in range(2):
+            batch = take(trajectories, advantages, torch.arange(4), torch.full((4,), step))
+            loss, _ = ppo_clipped_loss(model.log_prob(batch), batch.old_log_probs, batch.advantages, 1e-4, 5.0, 256)
+            loss.backward()
+        assert saved.waits == []
+        torch.ones(1).item()
+        assert len(saved.waits) == 1
+
+
+@pytest.mark.parametrize("timesteps_per_forward", [1, 3])
+def test_several_timesteps_in_a_forward_pass_make_the_same_update(pipeline, timesteps_per_forward):
+    accelerator = Accelerator(cpu=True)
+    model, trajectories, advantages = sampled(pipeline, accelerator, True)
+    optimizer = torch.optim.SGD(policy.trainable_parameters(model.unet), lr=1.0)
+    before = [p.detach().clone() for p in policy.trainable_parameters(model.unet)]
+    [indices] = shuffled_updates(4, 3, 3, 2, 2, torch.Generator().manual_seed(0), timesteps_per_forward)
+    assert sorted((int(s), int(t)) for group in indices for s, t in zip(*group, strict=True)) == [
+        (s, t) for s in range(4) for t in range(3)
+    ]
+    assert len(indices) == 2 * 3 // timesteps_per_forward
+    batches = [take(trajectories, advantages, *index) for index in indices]
+    optimizer_step(accelerator, model, optimizer, batches, len(batches), 1.0, 1e-2, 5.0, max_grad_norm=1e9)
+    change = [(p - b).detach() for p, b in zip(policy.trainable_parameters(model.unet), before, strict=True)]
+    # Against the gradient of the mean over all twelve steps at once
+    model, trajectories, advantages = sampled(pipeline, accelerator, True)
+    optimizer = torch.optim.SGD(policy.trainable_parameters(model.unet), lr=1.0)
+    samples, steps = torch.arange(4).repeat_interleave(3), torch.arange(3).repeat(4)
+    whole = take(trajectories, advantages, samples, steps)
+    optimizer_step(accelerator, model, optimizer, [whole], 1, 1.0, 1e-2, 5.0, max_grad_norm=1e9)
+    for ours, p, b in zip(change, policy.trainable_parameters(model.unet), before, strict=True):
+        assert_close(ours, (p - b).detach(), rtol=1e-3, atol=1e-5)
+
+
+def test_trajectories_are_kept_once_on_the_cpu_and_prompts_are_encoded_once(pipeline, monkeypatch):
+    model, _, _ = sampled(pipeline, Accelerator(cpu=True), True)
+    encoded = []
+    encode = policy.encode_prompts
+    monkeypatch.setattr(policy, "encode_prompts", lambda p, prompts: encoded.append(prompts) or encode(p, prompts))
+    model.forget_prompts()
+    parts = [model.sample(prompts, torch.Generator().manual_seed(0))[1] for prompts in (["a", "b", "a"], ["b", "c"])]
+    assert encoded == [["a", "b"], ["c"]]
+    whole = type(parts[0]).cat(parts)
+    assert whole.latents.shape == (5, 4, 4, 8, 8) and whole.latents.device.type == "cpu"
+    assert len({embed.data_ptr() for embed in whole.prompt_embeds}) == 3
+    assert whole.prompt_embeds[0] is whole.prompt_embeds[2]
+
+
+def test_what_only_sampling_needs_leaves_the_device_and_comes_back(pipeline):
+    model, _, _ = sampled(pipeline, Accelerator(cpu=True), True)
+    model.move_rest("meta")
+    assert pipeline.vae.device.type == pipeline.text_encoder.device.type == "meta"
+    assert model.unet.device.type == "cpu"
+
+
+def test_pictures_do_not_depend_on_the_slices_in_which_they_are_decoded(pipeline):
+    from ddpo_pytorch.diffusers_patch.pipeline_with_logprob import decode_latents
+
+    latents = torch.randn(70, 4, 8, 8)
+    sizes = []
+    pipeline.vae.post_quant_conv.register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
+    with torch.no_grad():
+        images = decode_latents(pipeline.vae, latents)
+        assert sizes == [64, 6]  # as many latent pixels as one picture of Stable Diffusion has
+        whole = pipeline.vae.decode(latents / pipeline.vae.config.scaling_factor).sample
+    assert_close(images, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"train.cfg_passes": "2", "train.gradient_checkpointing": "True"},
+        {"mixed_precision": "bf16", "train.cfg_passes": "2"},
+    ],
+    ids=["defaults", "two passes, checkpointing", "bf16, two passes"],
+)
+def test_the_config_makes_a_policy_whose_ratio_is_exactly_one(random_sd, options):
+    config = load_config(str(ROOT / "config" / "base.py"))
+    overrides = {"mixed_precision": "no", "log_with": "", "pretrained.model": str(random_sd), **options}
+    apply_overrides(config, list(overrides.items()))
+    accelerator = Accelerator(cpu=True, mixed_precision=config.mixed_precision)
+    scheduler = policy.load_scheduler(str(random_sd), "main", 3, 1.0, accelerator.device)
+    pipeline = policy.load_pipeline(str(random_sd), "main", scheduler)
+    model, optimizer = launch.make_policy(accelerator, config, pipeline, scheduler)
+    assert pipeline.unet.is_gradient_checkpointing == config.train.gradient_checkpointing
+    _, trajectories = model.sample(["a", "b"], torch.Generator().manual_seed(0))
+    batches = [take(trajectories, torch.tensor([1.0, -1.0]), torch.arange(2), torch.full((2,), j)) for j in range(3)]
+    result = optimizer_step(accelerator, model, optimizer, batches, 3, 1e-3, 1e-4, 5.0, 1.0)
+    assert result.logp_gap == 0.0 and not result.skipped and result.statistics["grad_norm"] > 0
