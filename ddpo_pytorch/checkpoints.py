@@ -378,6 +378,8 @@ def find_resumed(
     else:
         checkpoint, skipped = None, []
     if checkpoint is None:
+        if resume == "auto" and skipped:
+            skipped.append(f'no checkpoint of "{run_name}" is whole, so it starts over, in a new folder')
         return None, None, skipped
     state = read_state(checkpoint)
     if state.epoch >= num_epochs and resume != "auto":

@@ -19,6 +19,9 @@ class Stopped(BaseException):
 class RunFailure(RuntimeError):
     """A run cannot go on; the message is one line that says why, and nothing in this program is to blame."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))  # what it quotes may have several
+
 
 class ModelFailure(RunFailure):
     """The model itself has come to nothing, so that its last state is not worth keeping."""
@@ -59,8 +62,7 @@ def say(line: str) -> None:
 
 
 def _print_traceback(error: BaseException) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        traceback.print_exception(error)
+    say("".join(traceback.format_exception(error)).rstrip())
 
 
 def explain_and_leave(error: BaseException) -> NoReturn:

@@ -100,7 +100,7 @@ def make_reward(accelerator: Accelerator, plan: RunPlan) -> RewardFn:
             raise
         except (ValueError, OSError, ImportError) as error:
             raise ConfigError(f"config.reward_fn {name}: {error}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RunFailure(f"config.reward_fn {name} raised {type(error).__name__}: {error}") from error
         if not callable(reward_fn):
             raise ConfigError(
@@ -173,28 +173,54 @@ def check_same_start(accelerator: Accelerator, checkpoint: Path | None) -> None:
         )
 
 
-_locks: list[FileLock] = []  # held until the process ends
+_locks: dict[Path, FileLock] = {}  # held until the process ends
 
 
-def _lock(run_folder: Path) -> None:
-    """Keep other processes from training in this folder, for as long as this one lives.
+def _lock(file: Path) -> None:
+    """Keep other processes from training here, for as long as this one lives.
 
     Raises:
         ConfigError: one does.
     """
-    lock = FileLock(run_folder / "run.lock", timeout=5)  # seconds for one that was just killed
+    if (file := file.resolve()) in _locks:
+        return
+    lock = FileLock(file, timeout=5)  # seconds for one that was just killed
     try:
         lock.acquire()
     except Timeout:
         raise ConfigError(
-            f"another process is training in {run_folder}, since it holds {lock.lock_file}; wait for its end, or start "
-            "a run of another config.run_name"
+            f"another process is training this run, since it holds {file}; wait for its end, or start one of another "
+            "config.run_name"
         ) from None
     except OSError as error:
-        raise ConfigError(f"cannot write in the run's folder {run_folder}: {error}") from error
+        raise ConfigError(f"cannot write in the run's folder {file.parent}: {error}") from error
     except NotImplementedError:  # a file system without locks
         return
-    _locks.append(lock)
+    _locks[file] = lock
+
+
+def lock_what_is_resumed(config: ConfigDict) -> None:
+    """Before its checkpoints are looked at, or another process might add some meanwhile. On the main process alone.
+
+    Raises:
+        ConfigError: another process is training it.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if config.resume == "auto" and Path(config.logdir).is_dir():
+        _lock(_name_lock(config))
+    elif config.resume_from:
+        path = Path(config.resume_from).expanduser()
+        for folder in (path, *path.parents[:2]):
+            if (folder / checkpoints.CONFIG_FILE).is_file():
+                return _lock(folder / RUN_LOCK)
+
+
+RUN_LOCK = "run.lock"
+
+
+def _name_lock(config: ConfigDict) -> Path:
+    return Path(config.logdir) / f".{config.run_name}.lock"
 
 
 def open_run_folder(
@@ -218,12 +244,15 @@ def open_run_folder(
     with fail_together(accelerator):
         if accelerator.is_main_process:
             try:
-                run_folder.mkdir(parents=True, exist_ok=resumed is not None)
+                run_folder.parent.mkdir(parents=True, exist_ok=True)
+                if config.resume == "auto":
+                    _lock(_name_lock(config))
+                run_folder.mkdir(exist_ok=resumed is not None)
             except OSError as error:
                 raise ConfigError(
                     f'config.logdir "{config.logdir}": cannot make the folder {run_folder}: {error}'
                 ) from error
-            _lock(run_folder)
+            _lock(run_folder / RUN_LOCK)
             if resumed is not None:
                 checkpoints.clean_up(run_folder / "checkpoints")
                 checkpoints.set_aside_newer(run_folder / "checkpoints", resumed.epoch)

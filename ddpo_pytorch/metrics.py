@@ -11,6 +11,7 @@ import netrc
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -131,8 +132,11 @@ class RunLog:
         self.run_folder = run_folder
         self.metrics_file = run_folder / "metrics.jsonl"
         self.curve: list[tuple[int, float, float]] = []  # (epoch, reward mean, reward std)
-        self.sent_before = 0  # dashboards have all earlier steps, from a run that went further than its checkpoint
+        self.sent_before = -1  # dashboards have all earlier steps, from a run that went further than its checkpoint
         self.needs_new_run = False
+        # Pictures are drawn while training goes on.
+        self._executor = ThreadPoolExecutor(1, "pictures")
+        self._drawing: list[Future[None]] = []
         if accelerator.is_main_process:
             self._take_up(first_epoch, goes_another_way)
 
@@ -155,7 +159,7 @@ class RunLog:
                 last_kept = entry["step"]
                 self._extend_curve(entry)
         if goes_another_way and self.sent_before > last_kept:
-            self.sent_before, self.needs_new_run = 0, True
+            self.sent_before, self.needs_new_run = -1, True
         if self.sent_before > last_kept or marker.exists():  # before the lines that show it are gone
             self._replace(marker, json.dumps({"last_step": self.sent_before}))
         self._replace(self.metrics_file, "".join(line + "\n" for line in kept))
@@ -176,9 +180,14 @@ class RunLog:
 
         Args:
             is_last: of this step; W&B keeps a step back until it knows.
+
+        Raises:
+            RunFailure: a file cannot be written; of pictures it is said at the next call that is the last of a step.
         """
         if not self.accelerator.is_main_process:
             return
+        if is_last:
+            self.wait()
         if step >= self.sent_before:  # of the last one they may have only a part
             # W&B cannot draw a histogram with a NaN in it; a failed sample is one.
             finite = {k: v[np.isfinite(v)] if isinstance(v, np.ndarray) else v for k, v in values.items()}
@@ -188,6 +197,16 @@ class RunLog:
             file.write(json.dumps(line) + "\n")
         self._extend_curve(line)
 
+    def wait(self) -> None:
+        """Until all pictures are on disk.
+
+        Raises:
+            RunFailure: one cannot be written.
+        """
+        drawing, self._drawing = self._drawing, []
+        for future in drawing:
+            future.result()
+
     def log_images(self, images: Sequence[np.ndarray], captions: Sequence[str], epoch: int, step: int) -> None:
         """Pictures over their captions, to the dashboards and as `images/epoch_NNN.jpg`.
 
@@ -196,7 +215,6 @@ class RunLog:
         """
         if not images or not self.accelerator.is_main_process:
             return
-        grid = image_grid(images, captions)
         for tracker in self.accelerator.trackers if step >= self.sent_before else ():
             if tracker.name == "wandb":
                 import wandb
@@ -208,20 +226,25 @@ class RunLog:
             elif tracker.name == "tensorboard":
                 tracker.log_images({"images": np.stack(images)}, step=step, dataformats="NHWC")
             elif hasattr(tracker, "log_images"):
-                tracker.log_images({"images": np.asarray(grid)}, step=step)
+                tracker.log_images({"images": np.asarray(image_grid(images, captions))}, step=step)
+        self._drawing.append(self._executor.submit(self._draw_grid, images, captions, epoch))
+
+    def _draw_grid(self, images: Sequence[np.ndarray], captions: Sequence[str], epoch: int) -> None:
         target = self.run_folder / "images" / f"epoch_{epoch:03d}.jpg"
         with _writing(target):
             target.parent.mkdir(exist_ok=True)
-            grid.save(target, quality=90)
+            image_grid(images, captions).save(target, quality=90)
 
     def draw_curve(self) -> None:
         """Write `reward.png`: mean reward by epoch, with a band of one standard deviation."""
-        if not self.curve or not self.accelerator.is_main_process:
-            return
+        if self.curve and self.accelerator.is_main_process:
+            self._drawing.append(self._executor.submit(self._draw_curve, list(self.curve)))
+
+    def _draw_curve(self, curve: Sequence[tuple[int, float, float]]) -> None:
         # The object interface: pyplot would look for a display.
         from matplotlib.figure import Figure
 
-        epochs, means, stds = (np.array(column) for column in zip(*self.curve, strict=True))
+        epochs, means, stds = (np.array(column) for column in zip(*curve, strict=True))
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
         axes.plot(epochs, means, marker=".", label="mean")

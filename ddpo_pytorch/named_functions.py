@@ -83,6 +83,21 @@ def resolve_function(spec: str, shipped: types.ModuleType, option: str) -> Calla
     return function
 
 
+_secrets: set[str] = set()
+
+
+def remember_secrets(options: Any) -> None:
+    """Have the secrets among these options masked in any text from now on, such as in an error of a server's client."""
+    if isinstance(options, Mapping):
+        for key, value in options.items():
+            if isinstance(value, str) and len(value) >= 6 and without_secrets(value, str(key)) == "***":
+                _secrets.add(value)
+            remember_secrets(value)
+    elif isinstance(options, (list, tuple)):
+        for value in options:
+            remember_secrets(value)
+
+
 def without_secrets(value: Any, key: str = "") -> Any:
     """A copy of a nest of options to be shown or kept: what is called a key, token, secret or password is "***".
 
@@ -96,6 +111,8 @@ def without_secrets(value: Any, key: str = "") -> Any:
         return value
     if SECRET_NAME.search(re.sub(r"([a-z])([A-Z])", r"\1_\2", key)):
         return "***"
+    for secret in _secrets:
+        value = value.replace(secret, "***")
     for pattern, replacement in SECRET_TEXTS:
         value = pattern.sub(replacement, value)
     return value

@@ -32,8 +32,8 @@ REQUIRED = object()
 
 OPTIONS: dict[str, tuple[type, tuple[Check, str], Any]] = {
     "run_name": (str, (lambda v: not set(v) & set("/\\\0"), 'a name for a folder, without "/"'), REQUIRED),
-    "seed": (int, NOT_NEGATIVE, REQUIRED),
-    "logdir": (str, ANY, REQUIRED),
+    "seed": (int, (lambda v: 0 <= v < 2**63, "from 0 to 2^63 - 1"), REQUIRED),
+    "logdir": (str, (lambda v: bool(v), "not empty"), REQUIRED),
     "num_epochs": (int, POSITIVE, REQUIRED),
     "save_freq": (int, NOT_NEGATIVE, REQUIRED),
     "num_checkpoint_limit": (int, POSITIVE, REQUIRED),

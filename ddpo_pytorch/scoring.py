@@ -23,6 +23,7 @@ RewardFn = Callable[[Any, Sequence[str], Sequence[dict]], Any]
 # The key of a reward function's info that says, image by image, why it could not be scored: text or None.
 FAILURES = "failures"
 # Why a sample failed that half precision, or a ruined model, could not draw
+LARGEST_REWARD = 1e100  # beyond it variances overflow
 NOT_DRAWN = "the picture is not finite"
 
 
@@ -113,6 +114,7 @@ def checked_scores(result: Any, batch_size: int, name: str) -> Scores:
         raise WrongResult(f"reward function {name} returned what are not numbers ({error}); {expected}") from error
     if rewards.shape != (batch_size,):
         raise WrongResult(f"reward function {name} returned rewards of shape {rewards.shape}; {expected}")
+    usable = np.isfinite(rewards) & (np.abs(rewards) <= LARGEST_REWARD)
 
     details, notes = {}, {}
     for key, values in info.items():
@@ -137,10 +139,10 @@ def checked_scores(result: Any, batch_size: int, name: str) -> Scores:
             f"{batch_size} in all"
         )
     failures = [
-        None if math.isfinite(reward) else str(reason or f"it returned {reward}")
-        for reward, reason in zip(rewards.tolist(), reasons, strict=True)
+        None if is_usable else str(reason or f"it returned {reward}")
+        for reward, is_usable, reason in zip(rewards.tolist(), usable, reasons, strict=True)
     ]
-    return Scores(np.where(np.isfinite(rewards), rewards, np.nan), details, notes, failures)
+    return Scores(np.where(usable, rewards, np.nan), details, notes, failures)
 
 
 def too_many_failed(name: str, failed: int, total: int, limit: float, reasons: Sequence[str | None]) -> RunFailure:
@@ -165,7 +167,7 @@ class _Job:
     """A batch on its way to being scored."""
 
     future: "Future[Scores]"
-    started: list[float] = field(default_factory=list)  # one entry, once a thread has taken it up
+    times: list[float] = field(default_factory=list)  # when a thread took it up, and when it was done
 
 
 def _on_gpu(device: torch.device) -> dict[str, Any]:
@@ -208,6 +210,8 @@ class RewardWorkers:
         self.max_failed_fraction = max_failed_fraction
         self._count_together = count_together
         self._epoch, self._counted = 0, 0
+        # Of the seconds that the last epoch's rewards took, the share in which sampling went on
+        self.hidden_share = 1.0
         self._jobs: list[_Job] = []
         self._executor = ThreadPoolExecutor(num_workers, "reward", **_on_gpu(device))
 
@@ -217,13 +221,17 @@ class RewardWorkers:
         Args:
             images: float32 (B, 3, H, W) in [0, 1] on the CPU.
         """
-        started: list[float] = []
-        self._jobs.append(_Job(self._executor.submit(self._score, started, images, prompts, metadata), started))
+        times: list[float] = []
+        self._jobs.append(_Job(self._executor.submit(self._timed, times, images, prompts, metadata), times))
 
-    def _score(
-        self, started: list[float], images: torch.Tensor, prompts: Sequence[str], metadata: Sequence[dict]
-    ) -> Scores:
-        started.append(time.monotonic())
+    def _timed(self, times: list[float], *batch: Any) -> Scores:
+        times.append(time.monotonic())
+        try:
+            return self._score(*batch)
+        finally:
+            times.append(time.monotonic())
+
+    def _score(self, images: torch.Tensor, prompts: Sequence[str], metadata: Sequence[dict]) -> Scores:
         drawn = images.isfinite().flatten(1).all(1).tolist()
         with torch.no_grad():  # thread-local, so the caller's does not reach here
             result = self.reward_fn(images.nan_to_num(), list(prompts), list(metadata))
@@ -243,7 +251,7 @@ class RewardWorkers:
         for job in self._jobs:
             if job.future.done():
                 reasons += [reason for reason in self._result(job).failures if reason]
-            elif job.started and time.monotonic() - job.started[0] > self.timeout:
+            elif job.times and time.monotonic() - job.times[0] > self.timeout:
                 raise RewardFailure(
                     f"reward function {self.name} took longer than config.reward_timeout, {self.timeout:g} s, for one "
                     "batch of images"
@@ -273,6 +281,7 @@ class RewardWorkers:
         Raises:
             RunFailure: as `check`.
         """
+        since = time.monotonic()
         waiting = {job.future for job in self._jobs}
         while waiting:
             done, waiting = concurrent.futures.wait(
@@ -283,6 +292,9 @@ class RewardWorkers:
             for _ in done:
                 on_batch()
         jobs, self._jobs = self._jobs, []
+        spent = sum(job.times[1] - job.times[0] for job in jobs)
+        hidden = sum(max(0.0, min(job.times[1], since) - job.times[0]) for job in jobs)
+        self.hidden_share = hidden / spent if spent else 1.0
         self._epoch, self._counted = self._epoch + 1, 0
         return Scores.cat([self._result(job) for job in jobs])
 

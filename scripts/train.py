@@ -13,8 +13,8 @@ import time
 from absl import app, flags
 from ml_collections import ConfigDict
 
-from ddpo_pytorch.exits import leave
-from ddpo_pytorch.named_functions import ConfigError, without_secrets
+from ddpo_pytorch.exits import RunFailure, leave
+from ddpo_pytorch.named_functions import ConfigError, remember_secrets, without_secrets
 from ddpo_pytorch.rescue import Rescue, end_on_signals
 from ddpo_pytorch.run_plan import (
     RunPlan,
@@ -40,6 +40,7 @@ def planned(argv: list[str], overrides: list[tuple[str, str]]) -> tuple[ConfigDi
         raise ConfigError(f"unexpected arguments {argv[1:]}; options are written --config.KEY=VALUE")
     config = load_config(CONFIG.value)
     apply_overrides(config, overrides)
+    remember_secrets(config.to_dict())
     world_sizes = (int(os.environ.get(name, 0)) for name in WORLD_SIZE_VARIABLES)
     return config, make_plan(config, num_processes=next((size for size in world_sizes if size > 0), 1))
 
@@ -56,6 +57,7 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
     from ddpo_pytorch.weighted_sum import WeightedSum
 
     pretrained, lora, sample, train = config.pretrained, config.lora, config.sample, config.train
+    launch.lock_what_is_resumed(config)
     checkpoint, resumed, skipped = checkpoints.find_resumed(
         config.resume_from, config.resume, config.logdir, config.run_name, config.num_epochs
     )
@@ -243,6 +245,7 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
             "policy/skipped_steps": sum(result.skipped for result in results),
             "time/sample_s": sampled - started,
             "time/reward_s": rewarded - sampled,
+            "time/reward_hidden_share": workers.hidden_share,
             "time/train_s": trained - reported,
             "time/epoch_s": time.perf_counter() - started,
         }
@@ -276,6 +279,8 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
         )
 
     workers.close()
+    if global_step == (resumed.global_step if resumed is not None else 0):
+        raise RunFailure("every update was skipped, so nothing was learned; the warnings above say why")
     phases.close()
     accelerator.end_training()
     accelerator.print(f"finished: {run_folder}", flush=True)
@@ -294,5 +299,10 @@ def main(argv: list[str], overrides: list[tuple[str, str]]) -> None:
 
 if __name__ == "__main__":
     arguments, config_overrides = split_overrides(sys.argv)
+    flags_given = [argument.lstrip("-").partition("=")[0] for argument in arguments if argument.startswith("-")]
+    if unknown := [
+        flag for flag in flags_given if flag not in flags.FLAGS and flag.removeprefix("no") not in flags.FLAGS
+    ]:
+        sys.exit(f"error: unknown flag --{unknown[0]}; options are written --config.KEY=VALUE")
     sys.argv = without_secret_arguments(arguments, config_overrides)  # dashboards show them
     app.run(functools.partial(main, overrides=config_overrides), argv=arguments)

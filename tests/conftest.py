@@ -156,7 +156,7 @@ def train(random_sd: Path, cwd: Path, *extra: str, num_processes: int = 1, confi
 
 def run_folder(cwd: Path) -> Path:
     """The one run under cwd/logs."""
-    [folder] = (cwd / "logs").iterdir()
+    [folder] = (cwd / "logs").glob("[!.]*")
     return folder
 
 

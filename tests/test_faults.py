@@ -53,6 +53,8 @@ def reward(kind, rank="0", api_key=""):
         if kind == "nan": return [float("nan")] * len(prompts)
         if kind == "one-nan": return [float("nan"), *plain[1:]]
         if kind == "sleeps": time.sleep(3600)
+        if kind == "huge": return [1e308] * len(prompts)
+        if kind == "leaks": raise RuntimeError("401 for " + api_key)
         if kind == "equal": return [7] * len(prompts)
     return f
 """
@@ -129,6 +131,7 @@ TABLE = {
     "reward of a wrong shape": Row(reward("shape"), 1, [r"returned rewards of shape \(4, 3\)"], {1}),
     "reward is text": Row(reward("text"), 1, ["returned what are not numbers"], {1}),
     "all rewards fail": Row(reward("nan"), 1, ["failed for 4 of 4 samples.*max_failed_fraction 0.1: 4 x it returned nan"], {1}),
+    "rewards overflow": Row(reward("huge"), 1, ["failed for 4 of 4 samples.*4 x it returned 1e\\+308"], {1}),
     "few rewards fail": Row(reward("one-nan", "--config.max_failed_fraction=0.3"), 0, ["25.0% failed", "finished"], {2, 3}, never=NO_ERROR),
     "all rewards equal": Row(reward("equal"), 0, [r"reward 7 \+- 0", "all rewards of this epoch are equal", "finished"], {2, 3}, never=NO_ERROR),
     "reward sleeps for ever": Row(reward("sleeps", "--config.reward_timeout=1"), 1, ["took longer than config.reward_timeout, 1 s"], {1}),
@@ -142,6 +145,7 @@ TABLE = {
     "noise prediction is never finite": Row(fault("noise-always"), 1, ["failed for 1 of 4 samples.*1 x the picture is not finite"], {1}),
     "noise prediction is not finite once": Row(fault("noise-once", "--config.max_failed_fraction=0.3"), 0, ["25.0% failed", "finished"], {2, 3}, never=NO_ERROR),
     "one gradient is not finite": Row(fault("gradients-once"), 0, ["warning: update 1 was skipped: the loss of 2 of 2 micro-batches was nan", "1 updates skipped", "finished"], {2, 3}, never=NO_ERROR),
+    "no update at all": Row(fault("gradients-always", "--config.num_epochs=2", epoch=0), 1, ["every update was skipped, so nothing was learned"], {1, 2}),
     "gradients are never finite": Row(fault("gradients-always", "--config.train.max_skipped_steps=2"), 1, ["2 updates in a row were skipped .*first because the loss of 2 of 2 micro-batches was nan"], {1, 2}),
     "training fails": Row(fault("training-error"), 1, ["ArithmeticError: the loss is odd"], {1}),
     "training fails on one of two": Row(fault("training-error", rank=1), 1, ["ArithmeticError: the loss is odd"], {1}, 2),
@@ -202,7 +206,7 @@ def run(folder: Path, arguments: list[str], processes: int = 1, **environment: s
 
 def checkpoints_in(folder: Path) -> set[int] | None:
     """Numbers of the run's checkpoints, after a look at each; None if there is no run."""
-    runs = list((folder / "logs").iterdir()) if (folder / "logs").is_dir() else []
+    runs = list((folder / "logs").glob("[!.]*")) if (folder / "logs").is_dir() else []
     if not runs:
         return None
     [run_folder] = runs
@@ -247,7 +251,7 @@ def undisturbed(tmp_path_factory):
     prepare(folder)
     result = run(folder, fault("", "--config.num_checkpoint_limit=1"))
     assert result.returncode == 0, result.stderr
-    return final_weights(folder), read_metrics(next((folder / "logs").iterdir()))
+    return final_weights(folder), read_metrics(next((folder / "logs").glob("[!.]*")))
 
 
 @pytest.mark.parametrize("by", ["name", "folder"])
@@ -258,14 +262,14 @@ def test_after_kill_9_the_same_command_continues_bit_for_bit(tmp_path, undisturb
     prepare(tmp_path)
     always = ["--config.num_checkpoint_limit=1"] + ["--config.resume=auto"] * (by == "name")
     assert run(tmp_path, fault(where, *always)).returncode == -9
-    [folder] = (tmp_path / "logs").iterdir()
+    [folder] = (tmp_path / "logs").glob("[!.]*")
     assert list(folder.glob("checkpoints/checkpoint_*")), "a whole checkpoint is there at any moment"
     again = fault("", *always) + [f"--config.resume_from={folder}"] * (by == "folder")
     result = run(tmp_path, again)
     assert result.returncode == 0 and "resumed:           after" in result.stdout, result.stderr
     weights, lines = undisturbed
     assert final_weights(tmp_path) == weights
-    assert list((tmp_path / "logs").iterdir()) == [folder] and read_metrics(folder) == lines
+    assert list((tmp_path / "logs").glob("[!.]*")) == [folder] and read_metrics(folder) == lines
     assert {p.name for p in (folder / "checkpoints").iterdir()} == {"checkpoint_3"}
     if by == "folder":
         return
@@ -298,7 +302,7 @@ def test_two_processes_of_which_one_is_killed_continue_bit_for_bit(tmp_path):
     assert run(killed, arguments, 2, FAULT="kill-training:1").returncode == 1
     result = run(killed, arguments, 2)
     assert result.returncode == 0 and "resumed:           after 1 epochs" in result.stdout, result.stderr
-    folders = [next((folder / "logs").iterdir()) for folder in (straight, killed)]
+    folders = [next((folder / "logs").glob("[!.]*")) for folder in (straight, killed)]
     assert_same_checkpoint(*(folder / "checkpoints" / "checkpoint_3" for folder in folders))
     assert read_metrics(folders[0]) == read_metrics(folders[1])
 
@@ -306,7 +310,7 @@ def test_two_processes_of_which_one_is_killed_continue_bit_for_bit(tmp_path):
 def test_going_back_with_other_options_is_another_run_on_the_dashboard(tmp_path):
     prepare(tmp_path)
     assert run(tmp_path, ["--config.log_with=wandb"]).returncode == 0
-    [folder] = (tmp_path / "logs").iterdir()
+    [folder] = (tmp_path / "logs").glob("[!.]*")
     back = ["--config.log_with=wandb", f"--config.resume_from={folder / 'checkpoints' / 'checkpoint_2'}"]
     result = run(tmp_path, [*back, "--config.train.learning_rate=1e-3"])
     assert result.returncode == 0 and "options have changed since steps that dashboards have" in result.stdout
@@ -318,7 +322,7 @@ def test_going_back_with_other_options_is_another_run_on_the_dashboard(tmp_path)
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(tmp_path):
     prepare(tmp_path)
     assert run(tmp_path, fault("kill-training", epoch=0)).returncode == -9
-    [folder] = (tmp_path / "logs").iterdir()
+    [folder] = (tmp_path / "logs").glob("[!.]*")
     result = run(tmp_path, [f"--config.resume_from={folder}", "--config.num_epochs=1"])
     assert result.returncode == 0 and f"{folder} has no checkpoint yet, so a new run starts" in result.stdout
 
@@ -358,7 +362,7 @@ def test_twenty_kills_at_random_moments_change_nothing(tmp_path):
         process.communicate()
         where.append(last_words(killed))
     assert run(killed, arguments).returncode == 0
-    folders = [next((folder / "logs").iterdir()) for folder in (straight, killed)]
+    folders = [next((folder / "logs").glob("[!.]*")) for folder in (straight, killed)]
     files = [next(folder.glob(f"checkpoints/checkpoint_{MANY}/*.safetensors")) for folder in folders]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert read_metrics(folders[0]) == read_metrics(folders[1])
@@ -407,7 +411,7 @@ def test_target_kl_leaves_out_the_rest_of_an_epochs_updates(tmp_path):
         tmp_path, ["--config.train.num_inner_epochs=4", "--config.train.target_kl=1e-7", "--config.num_epochs=1"]
     )
     assert result.returncode == 0, result.stderr
-    [folder] = (tmp_path / "logs").iterdir()
+    [folder] = (tmp_path / "logs").glob("[!.]*")
     updates = [line for line in read_metrics(folder) if "loss" in line]
     # The first finds the policy that sampled, the second one that moved; two of four are left out.
     assert [line["policy/kl_nats"] > 1e-7 for line in updates] == [False, True]
@@ -452,11 +456,34 @@ def test_a_second_start_of_a_run_that_is_running_is_refused_and_harms_nothing(tm
         assert first.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     second = run(tmp_path, arguments)
-    assert second.returncode == 1 and re.search("error: another process is training in .*test_", second.stderr)
+    assert second.returncode == 1 and re.search(
+        "error: another process is training this run, since it holds .*lock", second.stderr
+    )
     assert first.poll() is None
     first.terminate()
     first.communicate(timeout=60)
     assert first.returncode == 143 and checkpoints_in(tmp_path)
+
+
+def test_a_second_start_is_refused_also_before_there_is_a_checkpoint(tmp_path):
+    prepare(tmp_path)
+    arguments = [
+        "--config.num_epochs=1000",
+        "--config.num_log_images=0",
+        "--config.resume=auto",
+        "--config.save_freq=0",
+    ]
+    command, options = command_for([f"--config={TINY}", *SHORT, *arguments], tmp_path)
+    first = subprocess.Popen(command, **options)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("logs/*/metrics.jsonl")):
+        assert first.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    second = run(tmp_path, arguments)
+    assert second.returncode == 1 and "error: another process is training this run" in second.stderr
+    first.terminate()
+    first.communicate(timeout=60)
+    assert len(list((tmp_path / "logs").glob("[!.]*"))) == 1
 
 
 def test_where_every_checkpoint_is_torn_the_new_start_is_said(tmp_path):
@@ -467,14 +494,14 @@ def test_where_every_checkpoint_is_torn_the_new_start_is_said(tmp_path):
     result = run(tmp_path, ["--config.num_epochs=1", "--config.resume=auto"])
     assert result.returncode == 0 and "finished" in result.stdout, result.stderr
     assert re.search("warning: .*checkpoint_1 is not whole: state.json is not readable", result.stdout)
-    assert len(list((tmp_path / "logs").iterdir())) == 2
+    assert len(list((tmp_path / "logs").glob("[!.]*"))) == 2
 
 
 def test_processes_that_see_different_checkpoints_are_refused(tmp_path):
     """As two machines do whose log folders are not the same one."""
     prepare(tmp_path)
     assert run(tmp_path, ["--config.num_epochs=1"]).returncode == 0
-    [folder] = (tmp_path / "logs").iterdir()
+    [folder] = (tmp_path / "logs").glob("[!.]*")
     spec = (tmp_path / "apart.py").write_text(
         f"import os, runpy\ndef get_config():\n    c = runpy.run_path({TINY!r})['get_config']()\n"
         f"    c.resume_from = {str(folder)!r} if os.environ['RANK'] == '0' else ''\n    return c\n"
@@ -489,7 +516,7 @@ def test_a_skipped_update_has_a_point_of_its_own_on_the_dashboard(tmp_path):
     prepare(tmp_path)
     result = run(tmp_path, fault("gradients-once", "--config.log_with=wandb"))
     assert result.returncode == 0, result.stderr
-    [folder] = (tmp_path / "logs").iterdir()
+    [folder] = (tmp_path / "logs").glob("[!.]*")
     updates = [line for line in read_metrics(folder) if "loss" in line]
     assert [line["step"] for line in updates] == [0, 1, 2] and [line["loss"] is None for line in updates] == [0, 1, 0]
     [file] = (folder / "wandb").glob("offline-run-*/run-*.wandb")
@@ -517,7 +544,7 @@ def test_a_stopped_and_resumed_run_is_one_on_the_dashboard(tmp_path, stops):
         assert run(tmp_path, fault("", *always), FAULT=stop).returncode in (143, -9)
     result = run(tmp_path, fault("", *always))
     assert result.returncode == 0 and "resumed:           after" in result.stdout, result.stderr
-    [folder] = (tmp_path / "logs").iterdir()
+    [folder] = (tmp_path / "logs").glob("[!.]*")
     files = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == len(stops) + 1 and len({file.name for file in files}) == 1
     points = [point for file in files for point in wandb_file.history(file)]
@@ -551,10 +578,12 @@ def test_secrets_stay_out_of_what_is_printed_and_written(tmp_path):
     assert result.returncode == 0 and "reward_fn_kwargs.api_key '***'" in result.stdout, result.stderr
     refused = launch([*spec, "--config.reward_fn_kwargs.strength=2"], tmp_path, **environment)
     assert refused.returncode == 1 and "'api_key': '***'" in refused.stderr
+    leaking = launch([*spec, "--config.reward_fn_kwargs.kind=leaks", "--config.num_epochs=2"], tmp_path, **environment)
+    assert leaking.returncode == 1 and "RuntimeError: 401 for ***" in leaking.stderr
     written = {path: path.read_bytes() for path in (tmp_path / "logs").rglob("*") if path.is_file()}
     assert len(written) > 10
     for name, secret in secrets.items():
-        for run_result in (result, refused):
+        for run_result in (result, refused, leaking):
             assert secret not in run_result.stdout + run_result.stderr, name
         assert not [path for path, content in written.items() if secret.encode() in content], name
 

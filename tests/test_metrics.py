@@ -7,6 +7,7 @@ from accelerate import Accelerator
 from PIL import Image
 
 from ddpo_pytorch import metrics
+from ddpo_pytorch.exits import RunFailure
 from ddpo_pytorch.metrics import RunLog, _wrap, flatten, image_grid, wandb_offline_reason
 
 
@@ -69,10 +70,12 @@ def test_equal_rewards_have_no_spread_at_all():
 def test_the_curve_is_drawn(tmp_path):
     log = run_log(tmp_path)
     log.draw_curve()
+    log.wait()
     assert not (tmp_path / "reward.png").exists()
     for epoch in range(3):
         log.log({"epoch": epoch, "reward_mean": epoch, "reward_std": math.nan if epoch == 1 else 1.0}, step=epoch)
     log.draw_curve()
+    log.wait()
     assert Image.open(tmp_path / "reward.png").size == (840, 480)
 
 
@@ -82,9 +85,18 @@ def test_pictures_are_drawn_with_whole_captions(tmp_path):
     prompts = ["cat", "ü " + "long " * 40, "x" * 100, "", "dog"]
     captions = [metrics.caption(prompt, 1.0, {}, {}, None) for prompt in prompts]
     log.log_images(images, captions, epoch=7, step=0)
+    log.wait()
     grid = Image.open(tmp_path / "images" / "epoch_007.jpg")
     assert grid.width == 3 * 128 and grid.height > 2 * 128
     assert np.abs(np.asarray(grid)[64, 128 + 64].astype(int) - 40).max() < 10  # the second picture's grey
+
+
+def test_a_picture_that_cannot_be_written_is_said_at_the_end_of_the_epoch(tmp_path):
+    log = run_log(tmp_path)
+    (tmp_path / "images").write_text("")
+    log.log_images([np.zeros((8, 8, 3), dtype=np.uint8)], ["cat"], epoch=0, step=0)
+    with pytest.raises(RunFailure, match="cannot write .*epoch_000.jpg"):
+        log.log({"epoch": 0}, step=0, is_last=True)
 
 
 def test_a_caption_is_broken_into_lines_that_fit_and_lose_nothing():

@@ -1,6 +1,7 @@
 import pytest
 
-from ddpo_pytorch.named_functions import without_secrets
+from ddpo_pytorch import named_functions
+from ddpo_pytorch.named_functions import remember_secrets, without_secrets
 from ddpo_pytorch.run_plan import split_overrides, without_secret_arguments
 
 KEY = "sk-" + "a1B2" * 6
@@ -20,6 +21,12 @@ SECRETS = {
 @pytest.mark.parametrize("value, shown", SECRETS.values(), ids=SECRETS)
 def test_secrets_are_not_shown(value, shown):
     assert without_secrets(value) == shown
+
+
+def test_a_secret_of_the_config_is_masked_in_any_text(monkeypatch):
+    monkeypatch.setattr(named_functions, "_secrets", set())
+    remember_secrets({"kwargs": {"components": ({"api_key": "hush-hush"},), "token": "ab"}, "model": "mine"})
+    assert without_secrets("401 for hush-hush at mine, ab") == "401 for *** at mine, ab"
 
 
 def test_what_is_no_secret_stays():

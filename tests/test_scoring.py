@@ -28,6 +28,12 @@ def test_rewards_may_come_in_many_forms(result):
     assert rewards.dtype == np.float64 and rewards.tolist() == [1, 2.5]
 
 
+def test_a_reward_whose_square_overflows_is_a_failed_sample():
+    scores = checked_scores([1e100, -1e308], 2, "f")
+    np.testing.assert_array_equal(scores.rewards, [1e100, math.nan])
+    assert scores.failures == [None, "it returned -1e+308"]
+
+
 def test_a_reward_that_is_no_finite_number_is_a_failed_sample():
     scores = checked_scores(([1, None, math.inf, math.nan], {"failures": [None, "no face", None, None]}), 4, "f")
     np.testing.assert_array_equal(scores.rewards, [1, *[math.nan] * 3])
@@ -112,6 +118,15 @@ def test_scores_come_in_the_order_of_submission_and_only_once():
     assert scores.rewards.tolist() == [97, 98, 99, 100] and len(batches) == 2 and len(workers) == 0
     submit(workers, "e")
     assert workers.collect(on_batch=lambda: None).rewards.tolist() == [101]
+
+
+@pytest.mark.parametrize("sampling, hidden", [(0.6, 1.0), (0.0, 0.0), (0.15, 0.5)])
+def test_the_share_of_the_reward_that_sampling_hid_is_known(sampling, hidden):
+    workers = workers_for(lambda images, prompts, metadata: time.sleep(0.3) or [1.0] * len(prompts))
+    workers.submit(torch.zeros(2, 3, 8, 8), ["a", "b"], [{}, {}])
+    time.sleep(sampling)
+    workers.collect(lambda: None)
+    assert workers.hidden_share == pytest.approx(hidden, abs=0.3)
 
 
 def test_a_reward_that_sleeps_for_ever_hits_the_timeout():

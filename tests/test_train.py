@@ -247,6 +247,7 @@ def test_wandb_goes_offline_by_itself_and_a_resumed_run_is_the_same_run(tmp_path
         (["--config.pretrained.model=nobody/nothing"], '"nobody/nothing" is no folder here'),
         (["--config.resume_from=nowhere"], '"nowhere": no checkpoint there'),
         (["--config.lerning_rate=1"], "unknown option config.lerning_rate"),
+        (["--confg.seed=1"], "unknown flag --confg.seed; options are written --config.KEY=VALUE"),
         (["train.learning_rate=1"], "unexpected arguments ['train.learning_rate=1']"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
