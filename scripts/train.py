@@ -299,10 +299,9 @@ def main(argv: list[str], overrides: list[tuple[str, str]]) -> None:
 
 if __name__ == "__main__":
     arguments, config_overrides = split_overrides(sys.argv)
-    flags_given = [argument.lstrip("-").partition("=")[0] for argument in arguments if argument.startswith("-")]
-    if unknown := [
-        flag for flag in flags_given if flag not in flags.FLAGS and flag.removeprefix("no") not in flags.FLAGS
-    ]:
-        sys.exit(f"error: unknown flag --{unknown[0]}; options are written --config.KEY=VALUE")
+    for argument in arguments[1:]:
+        name = argument.lstrip("-").partition("=")[0]
+        if argument.startswith("-") and not {name, name.removeprefix("no")} & set(flags.FLAGS):
+            sys.exit(f"error: unknown flag --{name}; options are written --config.KEY=VALUE")
     sys.argv = without_secret_arguments(arguments, config_overrides)  # dashboards show them
     app.run(functools.partial(main, overrides=config_overrides), argv=arguments)
