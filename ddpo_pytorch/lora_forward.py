@@ -5,7 +5,7 @@ float32 layer multiplies by W + s B A, made anew in each pass; above half-precis
 sum, B A x is added in place. Knows nothing of diffusion.
 """
 
-from collections.abc import Callable
+import types
 from typing import Any
 
 import torch
@@ -105,24 +105,22 @@ def _conv_backward(
     ]
 
 
-def _fast_forward(layer: Linear | Conv2d, original: Callable) -> Callable:
-    base = layer.base_layer
-
-    def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        [adapter] = layer.active_adapters if len(layer.active_adapters) == 1 else [None]
-        if args or kwargs or layer.disable_adapters or layer.merged or adapter not in layer.lora_A:
-            return original(x, *args, **kwargs)
-        device = x.device.type
-        # As autocast would have it; the base layer's type without it.
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else base.weight.dtype
-        down, up = (factors[adapter].weight.to(dtype) for factors in (layer.lora_A, layer.lora_B))
-        bias = None if base.bias is None else base.bias.to(dtype)
-        arguments = (x.to(dtype), base.weight.to(dtype), bias, down, up, float(layer.scaling[adapter]))
-        if isinstance(base, torch.nn.Conv2d):
-            return _LoraConv2d.apply(*arguments, (base.stride, base.padding, base.dilation))
-        return _LoraLinear.apply(*arguments)
-
-    return forward
+def _fast_forward(self: Linear | Conv2d, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The forward method of a layer that is sped up."""
+    base = self.base_layer
+    [adapter] = self.active_adapters if len(self.active_adapters) == 1 else [None]
+    if args or kwargs or self.disable_adapters or self.merged or adapter not in self.lora_A:
+        return type(self).forward(self, x, *args, **kwargs)
+    device = x.device.type
+    # As autocast would have it; the base layer's type without it.
+    is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if is_autocast else base.weight.dtype
+    down, up = (factors[adapter].weight.to(dtype) for factors in (self.lora_A, self.lora_B))
+    bias = None if base.bias is None else base.bias.to(dtype)
+    arguments = (x.to(dtype), base.weight.to(dtype), bias, down, up, float(self.scaling[adapter]))
+    if isinstance(base, torch.nn.Conv2d):
+        return _LoraConv2d.apply(*arguments, (base.stride, base.padding, base.dilation))
+    return _LoraLinear.apply(*arguments)
 
 
 def speed_up(module: torch.nn.Module) -> int:
@@ -147,6 +145,6 @@ def speed_up(module: torch.nn.Module) -> int:
         has_more = any(layer.use_dora.values()) or any(layer.lora_bias.values()) or bool(layer.lora_variant)
         has_dropout = any(not isinstance(dropout, torch.nn.Identity) for dropout in layer.lora_dropout.values())
         if is_plain and not has_more and not has_dropout and not base.weight.requires_grad:
-            layer.forward = _fast_forward(layer, layer.forward)
+            layer.forward = types.MethodType(_fast_forward, layer)  # bound, so that a copy calls its own
             count += 1
     return count

@@ -10,6 +10,7 @@ LEVELS = [
         "diffusers_patch.ddim_with_logprob",
         "diffusers_patch.equal_halves",
         "lora_forward",
+        "benchmarking",
         "prompts",
         "images",
         "named_functions",

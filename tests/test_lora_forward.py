@@ -72,6 +72,19 @@ def test_what_is_not_plain_stays_pefts(options):
     assert speed_up(with_lora(**options)) == 0
 
 
+def test_a_copy_has_weights_of_its_own():
+    layers = with_lora()
+    speed_up(layers)
+    copied = copy.deepcopy(layers)
+    images, rows = torch.randn(2, 6, 9, 9), torch.randn(3, 5, 24)
+    with torch.no_grad():
+        before = copied(rows, images)
+        for p in layers.parameters():
+            p.zero_()
+        for after, own in zip(copied(rows, images), before, strict=True):
+            assert torch.equal(after, own)
+
+
 def test_an_adapter_that_is_switched_off_or_merged_is_so():
     layers = with_lora()
     speed_up(layers)

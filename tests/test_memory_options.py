@@ -96,6 +96,13 @@ def test_a_shared_unet_is_itself_where_nobody_promised_equal_halves(pipeline):
     assert calls == [6]  # its own forward then takes the first three
 
 
+def test_a_unet_whose_time_embedding_knows_the_prompt_is_left_as_it_is(pipeline):
+    unet = unet_with_lora(pipeline)
+    unet.register_to_config(addition_embed_type="text_time")
+    share_halves(unet)
+    assert not hasattr(unet.conv_in, "_forward_of_all")
+
+
 class Saved(TorchDispatchMode):
     """Waits for the device, as .item() and .cpu() would be on a GPU."""
 

@@ -5,6 +5,7 @@ stands before it, a 64x64 self-attention in Stable Diffusion 1.x, computes one h
 """
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,17 +27,15 @@ def equal_halves(active: bool = True) -> Iterator[None]:
         _active = before
 
 
-def _of_first_half(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not _active:
-            return original(x, *args, **kwargs)
-        half = len(x) // 2
-        # A resnet's time embedding is per sample too; the attentions here get None besides x.
-        args = tuple(a[:half] if isinstance(a, torch.Tensor) and len(a) == len(x) else a for a in args)
-        result = original(x[:half], *args, **kwargs)
-        return torch.cat([result, result])
-
-    return forward
+def _of_first_half(self: torch.nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The forward method of a module that is shared."""
+    if not _active:
+        return self._forward_of_all(x, *args, **kwargs)
+    half = len(x) // 2
+    # A resnet's time embedding is per sample too; the attentions here get None besides x.
+    args = tuple(a[:half] if isinstance(a, torch.Tensor) and len(a) == len(x) else a for a in args)
+    result = self._forward_of_all(x[:half], *args, **kwargs)
+    return torch.cat([result, result])
 
 
 def _before_the_prompt(unet: UNet2DConditionModel) -> Iterator[torch.nn.Module]:
@@ -59,9 +58,16 @@ def _before_the_prompt(unet: UNet2DConditionModel) -> Iterator[torch.nn.Module]:
 
 
 def share_halves(unet: UNet2DConditionModel) -> None:
-    """Let a UNet make use of `equal_halves`, in place; outside of it nothing changes."""
+    """Let a UNet make use of `equal_halves`, in place; outside of it nothing changes.
+
+    Not one whose time embedding knows the prompt, as that of Stable Diffusion XL does.
+    """
+    if unet.config.addition_embed_type is not None or unet.config.class_embed_type is not None:
+        return
     for module in _before_the_prompt(unet):
-        module.forward = _of_first_half(module.forward)
+        # Bound to the module, so that a copy of it calls its own.
+        module._forward_of_all = module.forward
+        module.forward = types.MethodType(_of_first_half, module)
 
 
 def checkpoint(module: Callable, *args: Any) -> Any:
