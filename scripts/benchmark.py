@@ -443,7 +443,8 @@ def in_own_process(names: Sequence[str], overrides: Overrides, is_plain: bool = 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
         command = [sys.executable, __file__, f"--config={CONFIG.value}", f"--reps={REPS.value}", f"--json={file}"]
-        command += [f"--phases={','.join(names)}", "--nocount_flops", *["--plain"] * is_plain]
+        command += [f"--phases={','.join(names)}", *["--plain"] * is_plain]
+        command += [] if COUNT_FLOPS.value else ["--nocount_flops"]
         command += [f"--random_weights={RANDOM_WEIGHTS.value}"] if RANDOM_WEIGHTS.value else []
         command += [f"--config.{key}={value}" for key, value in overrides]
         process = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -151,9 +151,10 @@ def test_the_first_call_is_apart_from_the_median():
 # --- runs
 
 
+@pytest.mark.slow
 def test_every_phase_is_measured(compared):
     said, results = compared
-    [run] = results["runs"]["a"]
+    [run] = results["runs"][0]
     assert list(run["phases"]) == ["text", "step", "decode", "reward", "train", "optimizer", "epoch"]
     for name, p in run["phases"].items():
         assert p["median_s"] > 0 and len(p["all_s"]) == 2 and p["samples_per_s"] > 0, name
@@ -172,19 +173,40 @@ def test_every_phase_is_measured(compared):
     assert max(len(line) for line in said.splitlines()) <= 100
 
 
+@pytest.mark.slow
 def test_two_settings_are_compared_in_one_run(compared):
     said, results = compared
-    a, b = results["a"]["phases"], results["b"]["phases"]
-    assert results["runs"]["b"][0]["config"]["seed"] == 7
+    a, b = (setting["phases"] for setting in results["settings"].values())
+    assert results["runs"][1][0]["config"]["seed"] == 7
     # two timesteps at a time, for each of which W + B A is made once
     assert b["train"]["flops"] == pytest.approx(2 * a["train"]["flops"], rel=0.03)
-    for name, ratio in results["ratios"].items():
+    [of_b] = results["ratios"]
+    for name, ratio in of_b.items():
         assert ratio["median_s"] == pytest.approx(b[name]["median_s"] / a[name]["median_s"])
     assert "B/A" in said and "train.timesteps_per_forward=2" in said
 
 
+@pytest.mark.slow
+def test_the_plain_path_and_several_settings_are_compared(tmp_path):
+    file = tmp_path / "plain.json"
+    others = "--config.train.cfg_passes=2; --config.train.gradient_checkpointing=True"
+    run = benchmark(
+        *SHORT, "--phases=train", "--rounds=1", "--against_plain", f"--compare_with={others}", f"--json={file}"
+    )
+    assert run.returncode == 0, run.stderr
+    settings = json.loads(file.read_text())["settings"]
+    assert list(settings) == [
+        *("the plain path", "as it is", "train.cfg_passes=2", "train.gradient_checkpointing=True"),
+    ]
+    assert [line for line in run.stdout.splitlines() if line.endswith("/A")] == ["B/A", "C/A", "D/A"]
+    flops = {name: setting["phases"]["train"]["flops"] for name, setting in settings.items()}
+    # Sharing saves, what is computed twice costs.
+    assert flops["as it is"] < flops["the plain path"] < flops["train.cfg_passes=2"]
+
+
+@pytest.mark.slow
 def test_an_earlier_file_is_compared_with(compared, tmp_path):
-    earlier = compared[1]["runs"]["a"][0]
+    earlier = compared[1]["runs"][0][0]
     for p in earlier["phases"].values():
         p["peak_gb"] = 1000.0
     (tmp_path / "a.json").write_text(json.dumps(earlier))
@@ -195,12 +217,14 @@ def test_an_earlier_file_is_compared_with(compared, tmp_path):
     assert all(float(line.split()[2]) < 0.01 for line in lines[1:])
 
 
+@pytest.mark.slow
 def test_a_budget_is_met_by_the_first_setting_that_fits():
     run = benchmark(*SHORT, "--budget", "5")
     assert run.returncode == 0, run.stderr
     assert "the fastest that fits in 5 GB" in run.stdout and "(nothing to change)" in run.stdout
 
 
+@pytest.mark.slow
 def test_an_impossible_budget_is_refused_with_the_least_there_is():
     lightest = ["--config.train.cfg_passes=2", "--config.train.gradient_checkpointing=True", "--config.offload=True"]
     run = benchmark(*SHORT, *lightest, "--budget=0.05")

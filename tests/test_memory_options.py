@@ -1,6 +1,7 @@
 """Options that save memory or time leave results and gradients what they are on the plain path."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -207,10 +208,13 @@ def test_pictures_do_not_depend_on_the_slices_in_which_they_are_decoded(pipeline
         {},
         {"train.cfg_passes": "2", "train.gradient_checkpointing": "True"},
         {"mixed_precision": "bf16", "train.cfg_passes": "2"},
+        {"compile": "True"},
     ],
-    ids=["defaults", "two passes, checkpointing", "bf16, two passes"],
+    ids=["defaults", "two passes, checkpointing", "bf16, two passes", "compiled"],
 )
-def test_the_config_makes_a_policy_whose_ratio_is_exactly_one(random_sd, options):
+def test_the_config_makes_a_policy_whose_ratio_is_exactly_one(random_sd, monkeypatch, options):
+    # Traced alone: a compiler's own kernels need a C++ compiler, and differ with and without gradients.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     config = load_config(str(ROOT / "config" / "base.py"))
     overrides = {"mixed_precision": "no", "log_with": "", "pretrained.model": str(random_sd), **options}
     apply_overrides(config, list(overrides.items()))
@@ -219,6 +223,7 @@ def test_the_config_makes_a_policy_whose_ratio_is_exactly_one(random_sd, options
     pipeline = policy.load_pipeline(str(random_sd), "main", scheduler)
     model, optimizer = launch.make_policy(accelerator, config, pipeline, scheduler)
     assert pipeline.unet.is_gradient_checkpointing == config.train.gradient_checkpointing
+    assert hasattr(model.unet, "_orig_mod") == config.compile  # one callable, which both phases get
     _, trajectories = model.sample(["a", "b"], torch.Generator().manual_seed(0))
     batches = [take(trajectories, torch.tensor([1.0, -1.0]), torch.arange(2), torch.full((2,), j)) for j in range(3)]
     result = optimizer_step(accelerator, model, optimizer, batches, 3, 1e-3, 1e-4, 5.0, 1.0)
