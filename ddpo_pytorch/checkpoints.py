@@ -447,7 +447,8 @@ def restore_weights(checkpoint: Path, unet: UNet2DConditionModel, use_lora: bool
 
 def restore_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
     """Load a checkpoint's optimizer state; learning rate, betas and the like stay those of `optimizer`."""
-    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    optimizer.load_state_dict(torch.load(checkpoint / OPTIMIZER_FILE, map_location="cpu", weights_only=True))
-    for group, own in zip(optimizer.param_groups, options, strict=True):
-        group.update(own)
+    saved = torch.load(checkpoint / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
+    # Before, since where a step's number belongs depends on them.
+    for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        group.update({key: value for key, value in own.items() if key != "params"})
+    optimizer.load_state_dict(saved)

@@ -205,7 +205,7 @@ def lock_what_is_resumed(config: ConfigDict) -> None:
     Raises:
         ConfigError: another process is training it.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if any(os.environ.get(name, "0") != "0" for name in RANK_VARIABLES):
         return
     if config.resume == "auto" and Path(config.logdir).is_dir():
         _lock(_name_lock(config))
@@ -217,6 +217,8 @@ def lock_what_is_resumed(config: ConfigDict) -> None:
 
 
 RUN_LOCK = "run.lock"
+# Where launchers say which process this is
+RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
 
 def _name_lock(config: ConfigDict) -> Path:

@@ -241,18 +241,22 @@ class Policy:
     negative_prompt_embeds: torch.Tensor | None
     cfg_passes: int = 1
     uncond_grad: bool = True
-    _embeds: dict[str, torch.Tensor] = field(default_factory=dict)
+    _embeds: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
         return self.pipeline.unet.device
 
-    def embed(self, prompts: Sequence[str]) -> list[torch.Tensor]:
-        """Each prompt's embedding, (L, D). Those that are new are encoded; the others are kept from before."""
+    def embed(self, prompts: Sequence[str]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Each prompt's embedding, (L, D), on the device and on the CPU.
+
+        Those that are new are encoded; the others are kept from before.
+        """
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._embeds]
         if new:
-            self._embeds |= zip(new, encode_prompts(self.pipeline, new).unbind(), strict=True)
-        return [self._embeds[prompt] for prompt in prompts]
+            encoded = encode_prompts(self.pipeline, new)
+            self._embeds |= zip(new, zip(encoded, encoded.cpu(), strict=True), strict=True)
+        return [self._embeds[prompt][0] for prompt in prompts], [self._embeds[prompt][1] for prompt in prompts]
 
     def forget_prompts(self) -> None:
         """Let go of the embeddings kept so far, so that an epoch's are a function of its own prompts."""
@@ -274,7 +278,7 @@ class Policy:
         Returns:
             Images, float32 (B, 3, H, W) in [0, 1]; and the trajectories. Both on the CPU.
         """
-        embeds = self.embed(prompts)
+        embeds, embeds_on_cpu = self.embed(prompts)
         prompt_embeds = torch.stack(embeds)
         config = self.pipeline.unet.config
         shape = (len(prompts), config.in_channels, config.sample_size, config.sample_size)
@@ -290,6 +294,7 @@ class Policy:
             generator,
             on_step,
             cfg_passes=self.cfg_passes,
+            uncond_grad=self.uncond_grad,
         )
         with torch.no_grad():
             images = (decode_latents(self.pipeline.vae, all_latents[-1]) / 2 + 0.5).clamp(0, 1).cpu()
@@ -297,12 +302,13 @@ class Policy:
         trajectory, log_probs = torch.stack(all_latents, dim=1).cpu(), torch.stack(all_log_probs, dim=1).cpu()
         computed = trajectory.isfinite().flatten(1).all(1) & log_probs.isfinite().all(1)
         return images, Trajectories(
-            # A single NaN in a batch would be a NaN in the gradient, whatever its advantage.
-            latents=trajectory.nan_to_num(0.0, 0.0, 0.0),
+            # All of it: where the UNet overflowed it would do so again in training, and a single NaN in a batch is one
+            # in the gradient, whatever its advantage.
+            latents=torch.where(computed[:, None, None, None, None], trajectory, 0.0),
             timesteps=timesteps,
             prev_timesteps=previous_timesteps(self.scheduler, timesteps),
             log_probs=torch.where(computed[:, None], log_probs, torch.nan),
-            prompt_embeds=[embed.cpu() for embed in embeds],
+            prompt_embeds=embeds_on_cpu,
         )
 
     def log_prob(self, batch: MicroBatch) -> torch.Tensor:

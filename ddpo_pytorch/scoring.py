@@ -209,7 +209,9 @@ class RewardWorkers:
         self.samples_per_epoch = samples_per_epoch
         self.max_failed_fraction = max_failed_fraction
         self._count_together = count_together
-        self._epoch, self._counted = 0, 0
+        self._epoch = 0
+        self._open: list[_Job] = []  # not seen done yet, so that a look at them costs the same at any time of an epoch
+        self._reasons: list[str] = []
         # Of the seconds that the last epoch's rewards took, the share in which sampling went on
         self.hidden_share = 1.0
         self._jobs: list[_Job] = []
@@ -222,7 +224,9 @@ class RewardWorkers:
             images: float32 (B, 3, H, W) in [0, 1] on the CPU.
         """
         times: list[float] = []
-        self._jobs.append(_Job(self._executor.submit(self._timed, times, images, prompts, metadata), times))
+        job = _Job(self._executor.submit(self._timed, times, images, prompts, metadata), times)
+        self._jobs.append(job)
+        self._open.append(job)
 
     def _timed(self, times: list[float], *batch: Any) -> Scores:
         times.append(time.monotonic())
@@ -247,21 +251,25 @@ class RewardWorkers:
         Raises:
             RunFailure: a batch raised or takes too long, or more samples failed on all processes than may.
         """
-        reasons: list[str] = []
-        for job in self._jobs:
+        new, still_open = 0, []
+        for job in self._open:
             if job.future.done():
-                reasons += [reason for reason in self._result(job).failures if reason]
-            elif job.times and time.monotonic() - job.times[0] > self.timeout:
+                reasons = [reason for reason in self._result(job).failures if reason]
+                self._reasons += reasons
+                new += len(reasons)
+                continue
+            still_open.append(job)
+            if job.times and time.monotonic() - job.times[0] > self.timeout:
                 raise RewardFailure(
                     f"reward function {self.name} took longer than config.reward_timeout, {self.timeout:g} s, for one "
                     "batch of images"
                 )
-        new, self._counted = len(reasons) - self._counted, len(reasons)
-        failed = self._counted
+        self._open = still_open
+        failed = len(self._reasons)
         if self._count_together is not None:
             failed = self._count_together(f"failed_samples/{self._epoch}", new)
         if failed > self.max_failed_fraction * self.samples_per_epoch:
-            raise too_many_failed(self.name, failed, self.samples_per_epoch, self.max_failed_fraction, reasons)
+            raise too_many_failed(self.name, failed, self.samples_per_epoch, self.max_failed_fraction, self._reasons)
 
     def _result(self, job: _Job) -> Scores:
         try:
@@ -295,7 +303,7 @@ class RewardWorkers:
         spent = sum(job.times[1] - job.times[0] for job in jobs)
         hidden = sum(max(0.0, min(job.times[1], since) - job.times[0]) for job in jobs)
         self.hidden_share = hidden / spent if spent else 1.0
-        self._epoch, self._counted = self._epoch + 1, 0
+        self._epoch, self._open, self._reasons = self._epoch + 1, [], []
         return Scores.cat([self._result(job) for job in jobs])
 
     def __len__(self) -> int:

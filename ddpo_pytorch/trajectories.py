@@ -20,7 +20,7 @@ class Trajectories:
         latents: float32 (n, T + 1, C, h, w), x_T first, stored once.
         timesteps, prev_timesteps: int64 (n, T), all that scoring needs of the schedule.
         log_probs: float32 (n, T), nats per dimension, under the policy that sampled; NaN throughout a trajectory that
-            half precision could not compute, whose latents are 0 where they were not finite.
+            half precision could not compute, whose latents are 0.
         prompt_embeds: n of (L, D); equal prompts share one.
     """
 

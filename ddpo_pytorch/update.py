@@ -88,18 +88,21 @@ def gap_warning(result: UpdateResult, max_logp_gap: float) -> str | None:
     )
 
 
-@torch.no_grad()
-def recompute_log_probs(policy: Policy, trajectories: Trajectories, batch_size: int) -> None:
+def recompute_log_probs(
+    policy: Policy, trajectories: Trajectories, batch_size: int, timesteps_per_forward: int = 1
+) -> None:
     """Replace the sampled log-probs by those of the training path, in place; failed samples stay NaN.
 
-    Costs a forward pass for every sample and step, whether it is trained on or not.
+    Costs a forward pass for every sample and step, whether it is trained on or not. As in training with gradient, which
+    a compiled UNet computes by other kernels, and in batches of its size.
     """
-    for samples in torch.arange(len(trajectories)).split(batch_size):
-        for step in range(trajectories.num_steps):
-            steps = torch.full_like(samples, step)
-            batch = take(trajectories, torch.zeros(len(trajectories)), samples, steps, policy.device)
-            old = trajectories.log_probs[samples, step]
-            trajectories.log_probs[samples, step] = torch.where(old.isfinite(), policy.log_prob(batch).cpu(), old)
+    nobody = torch.zeros(len(trajectories))
+    for group in torch.arange(len(trajectories)).split(batch_size):
+        for steps in torch.arange(trajectories.num_steps).split(timesteps_per_forward):
+            samples, steps = group.repeat_interleave(len(steps)), steps.repeat(len(group))
+            batch = take(trajectories, nobody, samples, steps, policy.device)
+            old, new = trajectories.log_probs[samples, steps], policy.log_prob(batch).detach().cpu()
+            trajectories.log_probs[samples, steps] = torch.where(old.isfinite(), new, old)
 
 
 def optimizer_step(
@@ -139,7 +142,9 @@ def optimizer_step(
             num_dims=batch.latents[0].numel(),
         )
         accelerator.backward(loss / num_micro_batches)
-        statistics["logp_gap_timestep"] = batch.timesteps[statistics.pop("logp_gap_index")]
+        # Not batch.timesteps[index], which waits for the device.
+        index = statistics.pop("logp_gap_index")
+        statistics["logp_gap_timestep"] = batch.timesteps.gather(0, index[None])[0]
         collected.append(torch.stack([value.float() for value in statistics.values()]))
         names = list(statistics)
     assert len(collected) == num_micro_batches

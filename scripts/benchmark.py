@@ -3,7 +3,7 @@
     python scripts/benchmark.py --config config/tiny.py [--config.KEY=VALUE ...]
     python scripts/benchmark.py --config config/base.py --random_weights sd15      needs no weights
     ... --compare_with="--config.compile=True"     two settings in turn, each in processes of its own
-    ... --budget 6                                 the fastest setting that fits in 6 GB
+    ... --budget 6                                 the first setting that fits in 6 GB
     ... --estimate                                 a GPU's memory from counted bytes; needs no GPU
 
 The model is made and run by the functions that scripts/train.py uses. GB are 10^9 bytes.
@@ -39,7 +39,7 @@ from ddpo_pytorch.run_plan import (
 )
 
 PHASES = ("sample", "decode", "reward", "train", "epoch")
-# From fastest to lightest: what keeps gradients and batches as they are and takes less memory, for more time.
+# From heaviest to lightest, all with the same gradients and batches; on a CPU also from fastest to slowest.
 SETTINGS: list[dict[str, str]] = [
     {},
     {"train.cfg_passes": "2"},
@@ -63,7 +63,7 @@ AGAINST_PLAIN = flags.DEFINE_bool(
 PLAIN = flags.DEFINE_bool("plain", False, "Measure the plain path.")
 COUNT_FLOPS = flags.DEFINE_bool("count_flops", True, "Count FLOPs too, in passes of their own.")
 ROUNDS = flags.DEFINE_integer("rounds", 3, "Processes of each setting with --compare_with.", 1)
-BUDGET = flags.DEFINE_float("budget", None, "GB: find the fastest setting whose phases all fit.")
+BUDGET = flags.DEFINE_float("budget", None, "GB: find the first setting whose phases all fit, lightest last.")
 ESTIMATE = flags.DEFINE_bool("estimate", False, "Count bytes instead of measuring.")
 
 Overrides = list[tuple[str, str]]
@@ -114,7 +114,8 @@ def measure(config: ConfigDict, plan: RunPlan, names: Sequence[str], overrides: 
     if PLAIN.value:
         policy.speed_up = lambda unet: 0
         launch.share_halves = lambda unet: None
-        policy.make_optimizer = functools.partial(policy.make_optimizer, fused=False)
+        make_optimizer = policy.make_optimizer
+        policy.make_optimizer = lambda *args, **options: make_optimizer(*args, **{**options, "fused": False})
     # LOAD   as scripts/train.py does
     accelerator = launch.make_accelerator(config)
     device = accelerator.device
@@ -165,7 +166,7 @@ def measure(config: ConfigDict, plan: RunPlan, names: Sequence[str], overrides: 
     images, trajectories = model.sample(prompts, generator, on_step)
     model.scheduler = scheduler
     if "sample" in names:
-        embeds = torch.stack(model.embed(prompts))
+        embeds = torch.stack(model.embed(prompts)[0])
         start = trajectories.latents[:, 0].to(device)
         one_step = functools.partial(
             denoise_with_logprob, eager.unet, some_steps(scheduler, 1), start, embeds, model.negative_prompt_embeds
@@ -327,7 +328,7 @@ def one_epoch(
     if config.offload:
         model.move_rest("cpu")
     if train.recompute_log_probs:
-        update.recompute_log_probs(model, samples.trajectories, train.batch_size)
+        update.recompute_log_probs(model, samples.trajectories, train.batch_size, train.timesteps_per_forward)
     results = [
         update.optimizer_step(
             accelerator,
@@ -483,7 +484,7 @@ def compare_with(names: Sequence[str], ours: Overrides, others: Sequence[Overrid
 
 
 def budget(limit: float, names: Sequence[str], overrides: Overrides) -> dict[str, Any]:
-    """Measure settings from fastest to lightest until one fits.
+    """Measure settings from heaviest to lightest until one fits.
 
     Args:
         limit: GB.
@@ -510,7 +511,7 @@ def budget(limit: float, names: Sequence[str], overrides: Overrides) -> dict[str
         tried.append({"setting": setting, "peak_gb": peak, "results": results})
         print(f"{peak:7.2f} GB {1 / results['derived']['images_per_s']:10.4g} s/image  {title(setting)}", flush=True)
         if peak <= limit:
-            print(f"the fastest that fits in {limit:g} GB; in a config file:")
+            print(f"the first that fits in {limit:g} GB; in a config file:")
             print("\n".join(f"config.{key} = {value}" for key, value in setting.items()) or "(nothing to change)")
             return {"limit_gb": limit, "fits": setting, "tried": tried}
     least = f"{min(one['peak_gb'] for one in tried):.2f} GB" if tried else "more than the device has"
@@ -568,7 +569,7 @@ def counted_peaks(config: ConfigDict, plan: RunPlan) -> dict[str, float]:
         model, optimizer = launch.make_policy(accelerator, config, pipeline, scheduler)
         counted.reset()
         peak("weights")
-        embeds = torch.stack(model.embed(["a prompt"])).repeat(sample.batch_size, 1, 1)
+        embeds = torch.stack(model.embed(["a prompt"])[0]).repeat(sample.batch_size, 1, 1)
         peak("text")
         unet = pipeline.unet.config
         shape = (sample.batch_size, unet.in_channels, unet.sample_size, unet.sample_size)
@@ -591,7 +592,7 @@ def counted_peaks(config: ConfigDict, plan: RunPlan) -> dict[str, float]:
         latents, next_latents = (torch.empty(count, *shape[1:], device=device) for _ in range(2))
         timesteps, prev_timesteps = (torch.zeros(count, dtype=torch.int64, device=device) for _ in range(2))
         old_log_probs, advantages = (torch.empty(count, device=device) for _ in range(2))
-        prompt_embeds = model.embed(["a prompt"])[0].repeat(count, 1, 1)
+        prompt_embeds = model.embed(["a prompt"])[0][0].repeat(count, 1, 1)
         batch = MicroBatch(latents, next_latents, timesteps, prev_timesteps, old_log_probs, prompt_embeds, advantages)
         loss, _ = ppo_clipped_loss(
             model.log_prob(batch), old_log_probs, advantages, train.clip_range, train.adv_clip_max, latents[0].numel()

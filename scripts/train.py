@@ -195,7 +195,7 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
             model.move_rest("cpu")
         phases.enter(f"epoch {epoch}: training")
         if train.recompute_log_probs:
-            update.recompute_log_probs(model, samples.trajectories, train.batch_size)
+            update.recompute_log_probs(model, samples.trajectories, train.batch_size, train.timesteps_per_forward)
         results: list[update.UpdateResult] = []
         bar = ProgressBar(f"epoch {epoch}: training", plan.micro_batches_per_epoch, accelerator)
         for inner_epoch in range(train.num_inner_epochs):

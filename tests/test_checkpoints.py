@@ -234,6 +234,20 @@ def test_the_optimizers_options_are_the_configs_also_after_a_resume(tmp_path, ra
     assert optimizer.state_dict()["state"][0]["step"] == 1
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_optimizer_goes_on_as_another_kernel_of_its_kind(tmp_path, random_sd, fused):
+    """As when fp16, whose gradient scaler allows no fused one, is given up for bf16."""
+    save(tmp_path, random_sd)
+    pipeline, _ = trained(random_sd)
+    parameters = policy.trainable_parameters(pipeline.unet)
+    optimizer = policy.make_optimizer(parameters, 0.1, (0.8, 0.9), 0.0, 1e-6, False, fused)
+    loaded = []
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: loaded.append(state["param_groups"][0]["fused"]))
+    restore_optimizer(tmp_path / "checkpoint_1", optimizer)
+    assert loaded == [fused] and optimizer.param_groups[0]["fused"] is fused
+    optimizer.step()
+
+
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path, random_sd):
     save(tmp_path, random_sd)
     for name in (".writing_checkpoint_2_123", ".deleting_checkpoint_1", ".writing_notes", "mine"):

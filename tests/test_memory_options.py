@@ -1,6 +1,7 @@
 """Options that save memory or time leave results and gradients what they are on the plain path."""
 
 import copy
+import dataclasses
 import functools
 
 import pytest
@@ -14,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddpo_pytorch import launch, policy
 from ddpo_pytorch.diffusers_patch.equal_halves import checkpoint, share_halves
 from ddpo_pytorch.diffusers_patch.guidance import predict_noise
+from ddpo_pytorch.rollout import sample_epoch
 from ddpo_pytorch.run_plan import apply_overrides, load_config
+from ddpo_pytorch.scoring import RewardWorkers
 from ddpo_pytorch.trajectories import shuffled_updates, take
 from ddpo_pytorch.update import optimizer_step
 
@@ -52,12 +55,15 @@ WAYS = {
     "checkpointing": ([checkpointed], {}),
     "all of them": ([shared, checkpointed], {"cfg_passes": 2}),
     "shared and checkpointed": ([shared, checkpointed], {}),
+    "compiled": ([shared, lambda unet: unet.compile(backend="aot_eager")], {}),
+    "compiled, checkpointing": ([shared, checkpointed, lambda unet: unet.compile(backend="aot_eager")], {}),
 }
 
 
+@pytest.mark.parametrize("is_lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("preparations, options", WAYS.values(), ids=WAYS)
-def test_the_gradient_is_the_plain_paths(pipeline, preparations, options):
-    unet = unet_with_lora(pipeline)
+def test_the_gradient_is_the_plain_paths(pipeline, preparations, options, is_lora):
+    unet = unet_with_lora(pipeline) if is_lora else copy.deepcopy(pipeline.unet).requires_grad_(True).eval()
     plain, expected = prediction_and_gradients(unet)
     for prepare in preparations:
         prepare(unet)
@@ -74,8 +80,8 @@ def test_without_the_unconditional_gradient_it_is_another_one_of_the_same_predic
     prediction, gradients = prediction_and_gradients(unet, uncond_grad=False)
     assert_close(prediction, plain, rtol=1e-5, atol=1e-5)
     assert max((a - b).abs().max() for a, b in zip(gradients, expected, strict=True)) > 1e-3
-    with torch.no_grad():  # sampling knows no gradient
-        assert torch.equal(prediction_only(unet), prediction_only(unet, uncond_grad=False))
+    with torch.no_grad():  # sampling takes the same two passes
+        assert torch.equal(prediction_only(unet, uncond_grad=False), prediction)
 
 
 def prediction_only(unet, **options):
@@ -104,44 +110,51 @@ def test_a_unet_whose_time_embedding_knows_the_prompt_is_left_as_it_is(pipeline)
     assert not hasattr(unet.conv_in, "_forward_of_all")
 
 
-class Saved(TorchDispatchMode):
-    """Waits for the device, as .item() and .cpu() would be on a GPU."""
+class Waits(TorchDispatchMode):
+    """Counts what would wait for a GPU: numbers read from tensors, also by indexing with one, and copies to the CPU."""
 
-    def __init__(self):
+    def __init__(self, monkeypatch):
         super().__init__()
-        self.waits = []
+        self.count = 0
+        for name in ("cpu", "tolist", "numpy"):
+            monkeypatch.setattr(torch.Tensor, name, self.counted(getattr(torch.Tensor, name)))
+
+    def counted(self, original):
+        def call(*args, **kwargs):
+            self.count += 1
+            return original(*args, **kwargs)
+
+        return call
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten._local_scalar_dense.default or function is torch.ops.aten.nonzero.default:
-            self.waits.append(function)
+        aten = torch.ops.aten
+        self.count += function in (aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default)
         return function(*args, **(kwargs or {}))
 
 
-def test_nothing_waits_for_the_device_inside_the_loops(pipeline):
-    model, trajectories, advantages = sampled(pipeline, Accelerator(cpu=True), True)
-    from ddpo_pytorch.diffusers_patch.pipeline_with_logprob import denoise_with_logprob
-    from ddpo_pytorch.losses import ppo_clipped_loss
+def test_nothing_waits_for_the_device_inside_the_loops(pipeline, monkeypatch):
+    """So twice the steps have no more waits than once."""
+    accelerator = Accelerator(cpu=True)
+    model, trajectories, advantages = sampled(pipeline, accelerator, True)
+    optimizer = torch.optim.SGD(policy.trainable_parameters(model.unet), lr=0.0)
 
-    embeds = torch.stack(model.embed(["cat", "dog"]))
-    with Saved() as saved:
-        denoise_with_logprob(
-            model.unet,
-            model.scheduler,
-            torch.randn(2, 4, 8, 8),
-            embeds,
-            model.negative_prompt_embeds,
-            5.0,
-            1.0,
-            on_step=lambda *_: None,
-        )
-        assert saved.waits == []
-        for step in range(2):
-            batch = take(trajectories, advantages, torch.arange(4), torch.full((4,), step))
-            loss, _ = ppo_clipped_loss(model.log_prob(batch), batch.old_log_probs, batch.advantages, 1e-4, 5.0, 256)
-            loss.backward()
-        assert saved.waits == []
-        torch.ones(1).item()
-        assert len(saved.waits) == 1
+    def waits(run, *args):
+        with Waits(monkeypatch) as waits:
+            run(*args)
+        monkeypatch.undo()
+        return waits.count
+
+    def sampling(num_steps):
+        model.scheduler.set_timesteps(num_steps)
+        model.sample(["cat", "dog"], torch.Generator(), lambda *_: None)
+
+    def training(count):
+        indices = [(torch.arange(4), torch.full((4,), j % 3)) for j in range(count)]
+        batches = [take(trajectories, advantages, *index) for index in indices]
+        return waits(optimizer_step, accelerator, model, optimizer, batches, count, 0.0, 1e-4, 5.0, 1.0)
+
+    assert 0 < training(2) == training(6)
+    assert 0 < waits(sampling, 2) == waits(sampling, 5)
 
 
 @pytest.mark.parametrize("timesteps_per_forward", [1, 3])
@@ -189,6 +202,45 @@ def test_what_only_sampling_needs_leaves_the_device_and_comes_back(pipeline):
     assert model.unet.device.type == "cpu"
 
 
+def test_an_epochs_cost_is_linear_in_its_samples(pipeline):
+    model, _, _ = sampled(pipeline, Accelerator(cpu=True), True)
+    calls = []
+    model.unet.register_forward_hook(lambda *_: calls.append(1))
+
+    def cost(n):
+        calls.clear()
+        workers = RewardWorkers(lambda images, *_: [0.0] * len(images), "r", torch.device("cpu"), 1, 60.0, n, 0.1)
+        rollout = sample_epoch(
+            model, ["a"] * n, [{}] * n, 2, torch.Generator(), workers, on_step=lambda: seen.append(len(workers._open))
+        )
+        workers.collect(lambda: None)
+        tensors = (getattr(rollout.trajectories, f.name) for f in dataclasses.fields(rollout.trajectories))
+        size = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+        indices = shuffled_updates(n, 3, 3, 2, 1, torch.Generator())
+        return len(calls), size, sum(len(update) for update in indices)
+
+    seen: list[int] = []
+    once, twice = cost(4), cost(8)
+    assert [2 * number for number in once] == list(twice)
+    assert once[0] == 2 * 3 and once[1] == 4 * (4 * 4 * 8 * 8 * 4 + 3 * (8 + 8 + 4))
+
+
+def test_fused_adamw_takes_the_same_steps(pipeline):
+    results = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(7, 5)) for _ in range(3)]
+        optimizer = policy.make_optimizer(parameters, 1e-2, (0.9, 0.99), 1e-2, 1e-8, False, fused)
+        assert optimizer.defaults["fused"] is fused
+        for _ in range(5):
+            for p in parameters:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        results.append(parameters)
+    for a, b in zip(*results, strict=True):
+        assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
 def test_pictures_do_not_depend_on_the_slices_in_which_they_are_decoded(pipeline):
     from ddpo_pytorch.diffusers_patch.pipeline_with_logprob import decode_latents
 
@@ -208,9 +260,10 @@ def test_pictures_do_not_depend_on_the_slices_in_which_they_are_decoded(pipeline
         {},
         {"train.cfg_passes": "2", "train.gradient_checkpointing": "True"},
         {"mixed_precision": "bf16", "train.cfg_passes": "2"},
+        {"train.uncond_grad": "False"},
         {"compile": "True"},
     ],
-    ids=["defaults", "two passes, checkpointing", "bf16, two passes", "compiled"],
+    ids=["defaults", "two passes, checkpointing", "bf16, two passes", "no unconditional gradient", "compiled"],
 )
 def test_the_config_makes_a_policy_whose_ratio_is_exactly_one(random_sd, monkeypatch, options):
     # Traced alone: a compiler's own kernels need a C++ compiler, and differ with and without gradients.

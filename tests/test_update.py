@@ -226,3 +226,40 @@ def test_recomputed_log_probs_make_the_ratio_exactly_one_at_other_batch_shapes(p
     batches = [take(trajectories, advantages, torch.tensor([i]), torch.tensor([j])) for i in range(4) for j in range(3)]
     optimizer = torch.optim.SGD(trainable_parameters(model.unet), lr=0.0)
     assert optimizer_step(accelerator, model, optimizer, batches, 12, 0.0, 1e-4, 5.0, 1.0).logp_gap == 0.0
+
+
+def test_recomputed_log_probs_are_at_the_shape_of_several_timesteps_in_a_pass(pipeline):
+    accelerator = Accelerator(cpu=True)
+    model, trajectories, advantages = sampled(pipeline, accelerator, True)
+    sizes = []
+    model.unet.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    recompute_log_probs(model, trajectories, batch_size=2, timesteps_per_forward=3)
+    assert sizes == [2 * 2 * 3] * 2  # both halves of guidance
+    batch = take(trajectories, advantages, torch.arange(2).repeat_interleave(3), torch.arange(3).repeat(2))
+    assert torch.equal(model.log_prob(batch).detach(), batch.old_log_probs)
+
+
+def test_a_step_at_which_the_unet_overflows_again_in_training_counts_for_nothing(pipeline):
+    accelerator = Accelerator(cpu=True)
+    model, _, _ = sampled(pipeline, accelerator, True)
+
+    def overflowing(module, args, output):
+        bad = (args[0][:, 0, 0, 0] > 2.9) & (args[1] < 900)
+        return (torch.where(bad[:, None, None, None], torch.nan, output[0]),)
+
+    model.unet.register_forward_hook(overflowing)
+    draw = torch.randn
+
+    def drawn(shape, **options):
+        noise = draw(shape, **options)
+        noise[:, 0, 0, 0] = torch.tensor([30.0, 0.0])
+        return noise
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randn", drawn)
+        _, trajectories = model.sample(["cat", "dog"], torch.Generator().manual_seed(0))
+    assert trajectories.log_probs.isnan().all(1).tolist() == [True, False]
+    optimizer = torch.optim.SGD(trainable_parameters(model.unet), lr=0.0)
+    batches = [take(trajectories, torch.tensor([0.0, 1.0]), torch.arange(2), torch.full((2,), j)) for j in range(3)]
+    result = optimizer_step(accelerator, model, optimizer, batches, 3, 0.0, 1e-4, 5.0, 1.0)
+    assert not result.skipped and result.statistics["grad_norm"] > 0

@@ -72,6 +72,8 @@ def share_halves(unet: UNet2DConditionModel) -> None:
 
 def checkpoint(module: Callable, *args: Any) -> Any:
     """Activation checkpointing for `enable_gradient_checkpointing`; what is computed again is so under one promise."""
+    if torch.compiler.is_compiling():  # what is traced once is not called again
+        return torch.utils.checkpoint.checkpoint(module, *args, use_reentrant=False)
     active = _active
 
     def run(*inputs: Any) -> Any:

@@ -37,7 +37,8 @@ def predict_noise(
         guidance_scale: w in eps(uncond) + w (eps(cond) - eps(uncond)); see `uses_guidance`.
         cfg_passes: 1: both halves in one batch. 2: one after the other; where a gradient is wanted, activations of the
             unconditional one are not kept but computed again, so that about half as many are held at once.
-        uncond_grad: False: no gradient through the unconditional half, which then is another gradient.
+        uncond_grad: False: no gradient through the unconditional half, which then is another gradient. In two passes,
+            where no gradient is wanted too: one formula.
         guidance_rescale: of Lin et al. 2023 (arXiv 2305.08891) section 3.4; 0 is off.
 
     Source: Ho and Salimans 2022, arXiv 2207.12598, eq. 6, with w there = guidance_scale - 1.
@@ -54,7 +55,7 @@ def predict_noise(
     if negative_prompt_embeds is None:
         raise ValueError(f"guidance_scale {guidance_scale} needs negative_prompt_embeds")
     negative = negative_prompt_embeds.expand_as(prompt_embeds)
-    if not uncond_grad and torch.is_grad_enabled():
+    if not uncond_grad:
         with torch.no_grad():
             noise_pred_uncond = run(latents, timesteps, negative)
         noise_pred_cond = run(latents, timesteps, prompt_embeds)

@@ -32,7 +32,7 @@ def denoise_with_logprob(
     Args:
         latents: (B, C, h, w), x_T.
         on_step: called after each step with (step index, timestep, latents); for progress bars.
-        guidance_kwargs: `guidance_rescale`, `cross_attention_kwargs` and `cfg_passes` of `predict_noise`.
+        guidance_kwargs: the other options of `predict_noise`.
         The rest as in `predict_noise` and `ddim_step_with_logprob`.
 
     Returns:
