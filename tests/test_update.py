@@ -67,7 +67,7 @@ def test_one_whole_update_equals_the_original(golden):
 
 
 def test_two_processes_on_two_halves_equal_one_on_the_whole(tmp_path, golden):
-    golden.step(golden.micro_batches())
+    whole = golden.step(golden.micro_batches())
     script = Path(__file__).with_name("run_golden_step.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, tmp_path]
     env = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PATH": ""}
@@ -80,6 +80,8 @@ def test_two_processes_on_two_halves_equal_one_on_the_whole(tmp_path, golden):
         sure = golden.gradients[name].abs() > 1e-5
         assert_close(first["factors"][name][sure], factor.detach()[sure], rtol=0, atol=1e-6)
     assert first["statistics"] == second["statistics"]
+    for name, value in whole.statistics.items():
+        assert first["statistics"][name] == pytest.approx(value, rel=1e-4, abs=1e-9), name
 
 
 @pytest.mark.parametrize("use_lora", [True, False])
@@ -245,7 +247,7 @@ def test_a_step_at_which_the_unet_overflows_again_in_training_counts_for_nothing
 
     def overflowing(module, args, output):
         bad = (args[0][:, 0, 0, 0] > 2.9) & (args[1] < 900)
-        return (torch.where(bad[:, None, None, None], torch.nan, output[0]),)
+        return (output[0] * torch.where(bad[:, None, None, None], torch.nan, 1.0),)  # as is its gradient
 
     model.unet.register_forward_hook(overflowing)
     draw = torch.randn
