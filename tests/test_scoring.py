@@ -129,6 +129,15 @@ def test_the_share_of_the_reward_that_sampling_hid_is_known(sampling, hidden):
     assert workers.hidden_share == pytest.approx(hidden, abs=0.3)
 
 
+def test_on_a_cpu_rewards_keep_to_one_thread_and_leave_the_trainers_alone():
+    """Two pools of OpenMP threads on the same cores slow each other down, also when one has nothing to do."""
+    torch.set_num_threads(2)
+    workers = workers_for(lambda images, prompts, metadata: [float(torch.get_num_threads())] * len(prompts))
+    submit(workers, "ab")
+    assert workers.collect(on_batch=lambda: None).rewards.tolist() == [1, 1]
+    assert torch.get_num_threads() == 2
+
+
 def test_a_reward_that_sleeps_for_ever_hits_the_timeout():
     released = threading.Event()
     workers = workers_for(lambda images, prompts, metadata: released.wait() and [0.0], timeout=0.5)
