@@ -569,7 +569,8 @@ def counted_peaks(config: ConfigDict, plan: RunPlan) -> dict[str, float]:
         model, optimizer = launch.make_policy(accelerator, config, pipeline, scheduler)
         counted.reset()
         peak("weights")
-        embeds = torch.stack(model.embed(["a prompt"])[0]).repeat(sample.batch_size, 1, 1)
+        embed = policy.encode_prompts(pipeline, ["a prompt"])  # not through the policy, which keeps a copy on the CPU
+        embeds = embed.repeat(sample.batch_size, 1, 1)
         peak("text")
         unet = pipeline.unet.config
         shape = (sample.batch_size, unet.in_channels, unet.sample_size, unet.sample_size)
@@ -592,7 +593,7 @@ def counted_peaks(config: ConfigDict, plan: RunPlan) -> dict[str, float]:
         latents, next_latents = (torch.empty(count, *shape[1:], device=device) for _ in range(2))
         timesteps, prev_timesteps = (torch.zeros(count, dtype=torch.int64, device=device) for _ in range(2))
         old_log_probs, advantages = (torch.empty(count, device=device) for _ in range(2))
-        prompt_embeds = model.embed(["a prompt"])[0][0].repeat(count, 1, 1)
+        prompt_embeds = embed.repeat(count, 1, 1)
         batch = MicroBatch(latents, next_latents, timesteps, prev_timesteps, old_log_probs, prompt_embeds, advantages)
         loss, _ = ppo_clipped_loss(
             model.log_prob(batch), old_log_probs, advantages, train.clip_range, train.adv_clip_max, latents[0].numel()
