@@ -173,6 +173,9 @@ def check_same_start(accelerator: Accelerator, checkpoint: Path | None) -> None:
         )
 
 
+RUN_LOCK = "run.lock"
+# Where launchers say which process this is
+RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _locks: dict[Path, FileLock] = {}  # held until the process ends
 
 
@@ -214,11 +217,6 @@ def lock_what_is_resumed(config: ConfigDict) -> None:
         for folder in (path, *path.parents[:2]):
             if (folder / checkpoints.CONFIG_FILE).is_file():
                 return _lock(folder / RUN_LOCK)
-
-
-RUN_LOCK = "run.lock"
-# Where launchers say which process this is
-RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
 
 def _name_lock(config: ConfigDict) -> Path:

@@ -446,15 +446,21 @@ def test_a_torn_newest_checkpoint_is_skipped_and_said(tmp_path):
     assert problem_of(newest) is None
 
 
+def started(folder: Path, arguments: list[str], until: str) -> subprocess.Popen:
+    """A run that goes on by itself, as soon as it has written a file of this pattern."""
+    command, options = command_for([f"--config={TINY}", *SHORT, *arguments], folder)
+    process = subprocess.Popen(command, **options)
+    deadline = time.monotonic() + 120
+    while not list(folder.glob(until)):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    return process
+
+
 def test_a_second_start_of_a_run_that_is_running_is_refused_and_harms_nothing(tmp_path):
     prepare(tmp_path)
     arguments = ["--config.num_epochs=1000", "--config.num_log_images=0", "--config.resume=auto"]
-    command, options = command_for([f"--config={TINY}", *SHORT, *arguments], tmp_path)
-    first = subprocess.Popen(command, **options)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("logs/*/checkpoints/checkpoint_*")):
-        assert first.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+    first = started(tmp_path, arguments, until="logs/*/checkpoints/checkpoint_*")
     second = run(tmp_path, arguments)
     assert second.returncode == 1 and re.search(
         "error: another process is training this run, since it holds .*lock", second.stderr
@@ -473,12 +479,7 @@ def test_a_second_start_is_refused_also_before_there_is_a_checkpoint(tmp_path):
         "--config.resume=auto",
         "--config.save_freq=0",
     ]
-    command, options = command_for([f"--config={TINY}", *SHORT, *arguments], tmp_path)
-    first = subprocess.Popen(command, **options)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("logs/*/metrics.jsonl")):
-        assert first.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+    first = started(tmp_path, arguments, until="logs/*/metrics.jsonl")
     second = run(tmp_path, arguments)
     assert second.returncode == 1 and "error: another process is training this run" in second.stderr
     first.terminate()
