@@ -58,6 +58,30 @@ def get_config():
     # Minutes that processes wait for each other, for instance for the slowest one's rewards, before the run stops.
     config.timeout_minutes = 60.0
 
+    ###### Evaluation ######
+    # The same prompts with the same noise, drawn and scored as the run goes; nothing of it reaches training.
+    config.eval = evaluation = ml_collections.ConfigDict()
+    # Epochs between two evaluations, of which there is one before the first epoch and one after the last; 0: none. One
+    # samples num_prompts x num_seeds pictures of each set, shared over the processes.
+    evaluation.every = 0
+    # Sets of prompts: "train" (those of prompt_fn), or "[NAME=]FILE[LOW:HIGH]" for (some lines of) a file of yours or a
+    # shipped list, one prompt a line. Watch one that training never sees.
+    evaluation.prompts = ("train", "unseen_animals.txt", "everyday_objects.txt")
+    # Prompts of each set, its first ones.
+    evaluation.num_prompts = 8
+    # Pictures of each prompt, by seeds 0, 1, ... Two at least tell diversity.
+    evaluation.num_seeds = 2
+    # Rewards to look at beside the trained one: names as reward_fn takes them, or {"reward_fn": NAME, "kwargs": {...},
+    # "label": NAME}. One that training does not see tells whether the trained one is being fooled.
+    evaluation.rewards = ()
+    # Metric whose best state is kept in LOGDIR/RUN/best, such as "eval/unseen_animals/reward_mean", or with "-" before
+    # it where less is better; empty: none.
+    config.save_best = ""
+    # Metric at whose drop the run ends: clearly below its best, by two standard errors of the paired difference, in
+    # early_stop_patience evaluations in a row. Named as for save_best; empty: none.
+    config.early_stop = ""
+    config.early_stop_patience = 2
+
     ###### LoRA ######
     config.lora = lora = ml_collections.ConfigDict()
     # Rank of the factors. Memory and checkpoint size grow with it.

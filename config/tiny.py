@@ -23,6 +23,10 @@ def compressibility():
     config.num_epochs = 12
     config.save_freq = 4
 
+    # Four evaluations of 2 x 8 prompts with two seeds each: animals of training, and animals that it never sees.
+    config.eval.every = 4
+    config.eval.prompts = ("train", "unseen=simple_animals.txt[25:45]")
+
     # Six steps draw recognisable animals already; more samples teach more than more steps.
     config.sample.num_steps = 6
     config.sample.guidance_scale = 3.0

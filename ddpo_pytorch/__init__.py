@@ -7,3 +7,8 @@ Words used everywhere in this package:
   `clip_range` is 1e-4: at 4x64x64 latents it bounds the whole step's log-ratio by 1.64 nats.
 * `_per_process` and `_total` mark batch sizes that could mean either.
 """
+
+import logging
+
+# It says of 4-bit products that they are slow here, at every start; nothing here makes any.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

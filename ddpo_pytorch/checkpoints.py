@@ -27,6 +27,8 @@ from ddpo_pytorch.distributed import exchange
 from ddpo_pytorch.exits import RunFailure
 from ddpo_pytorch.named_functions import ConfigError
 
+# Folders of a run: its latest states, and the best one by an evaluation
+CHECKPOINTS, BEST = "checkpoints", "best"
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.pt"
 CONFIG_FILE = "config.json"  # of a run's folder
@@ -61,6 +63,7 @@ class TrainingState:
     reward: dict[str, list[float]] | None = None  # the scales of a weighted sum's components
     tracker_run_ids: dict[str, str] = field(default_factory=dict)
     scaler: dict[str, Any] | None = None
+    evaluation: dict[str, Any] = field(default_factory=dict)  # what evaluations have shown so far
     num_processes: int = 1
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -296,8 +299,11 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def find_checkpoint(resume_from: str) -> tuple[Path | None, list[str]]:
+def find_checkpoint(resume_from: str, option: str = "config.resume_from") -> tuple[Path | None, list[str]]:
     """The checkpoint that a user points at: itself, or the newest whole one in its parent or in the run's folder.
+
+    Args:
+        option: what it was given as, for messages.
 
     Returns:
         Its folder, None for a run that has none yet; and what was wrong with newer ones.
@@ -312,7 +318,7 @@ def find_checkpoint(resume_from: str) -> tuple[Path | None, list[str]]:
             return path, []
         other, _ = newest_whole(path.parent)
         hint = f"; {other} is whole" if other is not None else ""
-        raise ConfigError(f'config.resume_from "{resume_from}" is not a whole checkpoint: {problem}{hint}')
+        raise ConfigError(f'{option} "{resume_from}" is not a whole checkpoint: {problem}{hint}')
     skipped: list[str] = []
     for folder in (path, path / "checkpoints"):
         checkpoint, problems = newest_whole(folder)
@@ -322,7 +328,7 @@ def find_checkpoint(resume_from: str) -> tuple[Path | None, list[str]]:
     if not skipped and (path / CONFIG_FILE).is_file():  # a run that was killed in its first epochs
         return None, [f"{path} has no checkpoint yet, so a new run starts"]
     raise ConfigError(
-        f'config.resume_from "{resume_from}": no checkpoint there; give a folder checkpoint_N with its '
+        f'{option} "{resume_from}": no checkpoint there; give a folder checkpoint_N with its '
         f"{STATE_FILE}, the folder of such, or a run's folder" + "".join(f"; {problem}" for problem in skipped)
     )
 
@@ -390,6 +396,14 @@ def find_resumed(
 def nothing_left(checkpoint: Path, state: TrainingState, num_epochs: int) -> str:
     """What to say of a run that has all its epochs."""
     return f"{checkpoint} has {state.epoch} epochs already, and config.num_epochs is {num_epochs}; raise it to go on"
+
+
+def stopped_early(checkpoint: Path, state: TrainingState) -> str:
+    """What to say of a run that `early_stop` has ended."""
+    return (
+        f"{checkpoint} was stopped early after {state.epoch} epochs, since a held-out metric fell; set "
+        "config.early_stop empty to go on"
+    )
 
 
 def check_identity(saved: ModelIdentity, present: ModelIdentity, checkpoint: Path) -> None:

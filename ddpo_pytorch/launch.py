@@ -5,8 +5,10 @@ The one module besides the plan that reads the config.
 
 import datetime
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,20 +19,21 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
 )
-from diffusers import DDIMScheduler, StableDiffusionPipeline
+from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from filelock import FileLock, Timeout
 from ml_collections import ConfigDict
+from peft.tuners.lora import LoraLayer
 from tqdm import tqdm
 
-from ddpo_pytorch import checkpoints, metrics, policy
+from ddpo_pytorch import checkpoints, evaluation, metrics, policy
 from ddpo_pytorch.diffusers_patch.equal_halves import checkpoint as checkpointed
 from ddpo_pytorch.diffusers_patch.equal_halves import share_halves
-from ddpo_pytorch.distributed import exchange, fail_together
-from ddpo_pytorch.exits import RunFailure
+from ddpo_pytorch.distributed import check_others, exchange, fail_together
+from ddpo_pytorch.exits import RunFailure, say
 from ddpo_pytorch.named_functions import ConfigError, with_device, without_secrets
 from ddpo_pytorch.rescue import Rescue
-from ddpo_pytorch.run_plan import RunPlan
-from ddpo_pytorch.scoring import RewardFn
+from ddpo_pytorch.run_plan import RunPlan, load_config
+from ddpo_pytorch.scoring import RewardFn, RewardWorkers
 
 Item = TypeVar("Item")
 
@@ -94,20 +97,134 @@ def make_reward(accelerator: Accelerator, plan: RunPlan) -> RewardFn:
     name = plan.config.reward_fn
     kwargs = with_device(plan.reward_factory, plan.config.reward_fn_kwargs.to_dict(), accelerator.device)
     with fail_together(accelerator):
-        try:
-            reward_fn = plan.reward_factory(**kwargs)
-        except ConfigError:
-            raise
-        except (ValueError, OSError, ImportError) as error:
-            raise ConfigError(f"config.reward_fn {name}: {error}") from error
-        except (Exception, SystemExit) as error:
-            raise RunFailure(f"config.reward_fn {name} raised {type(error).__name__}: {error}") from error
-        if not callable(reward_fn):
-            raise ConfigError(
-                f"config.reward_fn {name} must return a function f(images, prompts, metadata); it returned "
-                f"{type(reward_fn).__name__}"
-            )
+        return _made_reward(plan.reward_factory, kwargs, f"config.reward_fn {name}")
+
+
+def _made_reward(factory: Callable, kwargs: dict[str, Any], what: str) -> RewardFn:
+    """What a reward factory returns, checked; `what` it is, for messages."""
+    try:
+        reward_fn = factory(**kwargs)
+    except ConfigError:
+        raise
+    except (ValueError, OSError, ImportError) as error:
+        raise ConfigError(f"{what}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise RunFailure(f"{what} raised {type(error).__name__}: {error}") from error
+    if not callable(reward_fn):
+        raise ConfigError(
+            f"{what} must return a function f(images, prompts, metadata); it returned {type(reward_fn).__name__}"
+        )
     return reward_fn
+
+
+def make_eval_rewards(accelerator: Accelerator, plan: RunPlan, reward_fn: RewardFn) -> dict[str, tuple[str, RewardFn]]:
+    """The functions that score evaluations, with what each is called in messages, by label; every process must call it.
+
+    Args:
+        reward_fn: the trained one.
+
+    Raises:
+        ConfigError: as `make_reward`.
+    """
+    reward_fns = {evaluation.TRAINED: (plan.config.reward_fn, reward_fn)}
+    with fail_together(accelerator):
+        for entry in plan.eval_rewards:
+            kwargs = with_device(entry["factory"], entry["kwargs"], accelerator.device)
+            made = _made_reward(entry["factory"], kwargs, f"config.eval.rewards {entry['label']}")
+            reward_fns[entry["label"]] = (entry["label"], made)
+    return reward_fns
+
+
+def eval_workers(
+    reward_fns: Mapping[str, tuple[str, RewardFn]], device: torch.device, config: ConfigDict
+) -> dict[str, RewardWorkers]:
+    """Threads for the functions of `make_eval_rewards`. Failed samples never end an evaluation: they are NaN in it."""
+    return {
+        label: RewardWorkers(
+            function,
+            name=name,
+            device=device,
+            num_workers=config.num_reward_workers,
+            timeout=config.reward_timeout,
+            samples_per_epoch=1,
+            max_failed_fraction=math.inf,
+        )
+        for label, (name, function) in reward_fns.items()
+    }
+
+
+def evaluate_together(
+    accelerator: Accelerator,
+    plan: RunPlan,
+    model: policy.Policy,
+    workers: Mapping[str, RewardWorkers],
+    log: metrics.RunLog,
+    evaluations: evaluation.Evaluations,
+    progress: evaluation.Progress,
+    epochs: int,
+    step: int,
+) -> tuple[dict[str, float], bool]:
+    """Evaluate the policy after so many epochs, and log and keep the results; every process must call this.
+
+    Args:
+        progress: taken further, on every process alike.
+        step: of the log.
+
+    Returns:
+        The evaluation's metrics, and whether `save_best` has its best state now; the metrics on the main process only.
+
+    Raises:
+        RunFailure: a reward function raised or took too long, or a file cannot be written.
+    """
+    config, started = plan.config, time.perf_counter()
+    if config.offload:
+        model.move_rest(accelerator.device)
+    pictures_per_process = -(-sum(len(s.prompts) for s in plan.eval_sets) * config.eval.num_seeds // plan.num_processes)
+    batches = -(-pictures_per_process // config.sample.batch_size)
+    with (
+        fail_together(accelerator),
+        ProgressBar(f"after {epochs} epochs: evaluating", batches * config.sample.num_steps, accelerator) as bar,
+    ):
+
+        def on_step() -> None:
+            bar.update()
+            check_others(accelerator)
+
+        own = evaluation.draw_and_score(
+            model,
+            plan.eval_sets,
+            seeds=range(config.eval.num_seeds),
+            batch_size=config.sample.batch_size,
+            workers=workers,
+            share=(accelerator.process_index, accelerator.num_processes),
+            on_step=on_step,
+            on_wait=lambda: check_others(accelerator),
+        )
+    pictures = evaluation.gather_pictures(own)
+    values: dict[str, float] = {}
+    has_best = False
+    with fail_together(accelerator):
+        if accelerator.is_main_process:
+            evaluations.write(epochs, pictures)
+            values = evaluation.eval_metrics(epochs, pictures, evaluations.read_scores(0))
+            if config.save_best:
+                has_best = evaluation.is_best(progress, values, config.save_best)
+            if config.early_stop:
+                at_best = evaluations.read_scores(progress.stop_best_epochs or 0)
+                of_metric = at_best.get(evaluation.measured(config.early_stop), {})
+                evaluation.has_dropped(
+                    progress, pictures, values, config.early_stop, of_metric, config.early_stop_patience
+                )
+            epoch_and_time = {"epoch": max(0, epochs - 1), "time/eval_s": time.perf_counter() - started}
+            log.log({**values, **epoch_and_time, "reward_queries": log.reward_queries}, step=step)
+            for prompt_set in plan.eval_sets:
+                shown = [p for p in pictures if p.set_name == prompt_set.name]
+                captions = [f"{evaluation.caption(p)} | after {epochs} epochs" for p in shown]
+                log.send_images(f"eval/{prompt_set.name}/images", [p.image for p in shown], captions, step)
+            print(metrics.evaluation_summary(values), flush=True)
+    state, has_best = exchange(accelerator, [progress.state_dict(), has_best])[0]
+    progress.load_state_dict(state)
+    return values, has_best
 
 
 def make_policy(
@@ -159,6 +276,42 @@ def make_policy(
         train.uncond_grad,
     )
     return model, accelerator.prepare(optimizer)
+
+
+class BaseAndTrained:
+    """A UNet that is the base model and the trained one in turn, for pictures side by side."""
+
+    def __init__(
+        self,
+        unet: UNet2DConditionModel,
+        checkpoint: Path,
+        model: checkpoints.ModelIdentity,
+        weight_dtype: torch.dtype,
+    ) -> None:
+        """
+        Args:
+            unet: the base model, on the CPU; changed in place.
+            model: what the checkpoint holds.
+            weight_dtype: of frozen weights.
+        """
+        self.unet, self.use_lora = unet, model.use_lora
+        self._weights: dict[float, dict[str, torch.Tensor]] = {}
+        if not model.use_lora:
+            self._weights[0.0] = {name: tensor.clone() for name, tensor in unet.state_dict().items()}
+        targets = model.lora_target_modules or []
+        policy.make_trainable(unet, model.use_lora, model.lora_rank or 0, targets, weight_dtype)
+        checkpoints.restore_weights(checkpoint, unet, model.use_lora)
+        if not model.use_lora:
+            self._weights[1.0] = {name: tensor.clone() for name, tensor in unet.state_dict().items()}
+
+    def set_scale(self, scale: float) -> None:
+        """0 is the base, 1 the trained model; of a LoRA anything between and beyond, of a whole UNet nothing else."""
+        if not self.use_lora:
+            self.unet.load_state_dict(self._weights[scale])
+            return
+        for layer in self.unet.modules():
+            if isinstance(layer, LoraLayer):
+                layer.set_scale(layer.active_adapters[0], scale)
 
 
 def check_same_start(accelerator: Accelerator, checkpoint: Path | None) -> None:
@@ -235,7 +388,7 @@ def open_run_folder(
     """
     if checkpoint is not None and resumed is not None:
         run_name = resumed.run_name
-        in_run_folder = checkpoint.resolve().parent.name == "checkpoints"
+        in_run_folder = checkpoint.resolve().parent.name in (checkpoints.CHECKPOINTS, checkpoints.BEST)
         run_folder = checkpoint.resolve().parents[1] if in_run_folder else Path(config.logdir) / run_name
     else:
         date = datetime.datetime.now().strftime("%Y.%m.%d_%H.%M.%S")
@@ -254,11 +407,13 @@ def open_run_folder(
                 ) from error
             _lock(run_folder / RUN_LOCK)
             if resumed is not None:
-                checkpoints.clean_up(run_folder / "checkpoints")
-                checkpoints.set_aside_newer(run_folder / "checkpoints", resumed.epoch)
+                for name in (checkpoints.CHECKPOINTS, checkpoints.BEST):
+                    checkpoints.clean_up(run_folder / name)
+                    checkpoints.set_aside_newer(run_folder / name, resumed.epoch)
             document = {
                 "config": without_secrets(config.to_dict()),
                 "num_processes": accelerator.num_processes,
+                "hardware": f"{accelerator.device.type}, {_hardware(accelerator.device)}",
                 "versions": metrics.package_versions(),
             }
             try:
@@ -278,28 +433,33 @@ def save_together(
     is_due: bool,
     num_checkpoint_limit: int,
     rescue: Rescue,
+    is_best: bool = False,
 ) -> None:
     """Write a checkpoint on the main process, if all processes' weights agree; an error there is one everywhere.
 
     Args:
         unet: unwrapped.
         is_due: False: keep the state for a run that ends before the next one is. What differs is never kept.
+        is_best: write it into the folder of the best one too, in the place of the one there.
     """
     checkpoints.check_weights_agree(accelerator, unet)
     with fail_together(accelerator):
         if accelerator.is_main_process:
-            folder = run_folder / "checkpoints"
+            folder = run_folder / checkpoints.CHECKPOINTS
             snapshot = checkpoints.take_snapshot(unet, optimizer, state)
             checkpoints.check_weights_finite(snapshot.weights)  # or it would replace a good state that is kept
             rescue.keep(snapshot, folder, num_checkpoint_limit)
             if is_due:
                 rescue.save()
+            if is_best:
+                checkpoints.save_checkpoint(run_folder / checkpoints.BEST, snapshot, num_checkpoint_limit=1)
 
 
 def changed_options(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     """What a resumed run does otherwise than the run before it, as "key old -> new"; where it stops is not among it."""
     old, new = (metrics.flatten(json.loads(json.dumps(config, default=str))) for config in (saved, present))
-    keys = sorted((old.keys() | new.keys()) - {"resume_from", "resume", "num_epochs"})
+    of_no_matter = ("resume_from", "resume", "num_epochs", "eval.", "save_best", "early_stop")
+    keys = sorted(key for key in old.keys() | new.keys() if not key.startswith(of_no_matter))
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
 
 
@@ -315,6 +475,64 @@ def _processes(number: int) -> str:
     return f"{number} process{'es' if number > 1 else ''}"
 
 
+def _hardware(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+
+
+def why_stopped(config: ConfigDict, progress: evaluation.Progress) -> str:
+    """Of a run that `early_stop` has ended."""
+    return (
+        f"stopped early: {config.early_stop} was clearly worse in {progress.worse} evaluations in a row than after "
+        f"{progress.stop_best_epochs} epochs, where it was {progress.stop_best:.4g}"
+    )
+
+
+def write_report(run_folder: Path, base_config: str) -> None:
+    """Write the run's `report.html`; a run does not end for want of one.
+
+    Args:
+        base_config: config file that the run's options are compared with.
+    """
+    try:
+        from ddpo_pytorch import report
+
+        base = load_config(base_config).to_dict() if Path(base_config).is_file() else None
+        report.write_report([run_folder], run_folder / "report.html", base)
+    except Exception as error:
+        say(f"warning: {run_folder / 'report.html'} could not be written: {type(error).__name__}: {error}")
+
+
+def _evaluations(plan: RunPlan) -> str:
+    if not plan.eval_sets:
+        return "none (eval.every is 0)"
+    sets = ", ".join(f"{s.name} ({len(s.prompts)} prompts)" for s in plan.eval_sets)
+    labels = ", ".join([plan.config.reward_fn, *(entry["label"] for entry in plan.eval_rewards)])
+    every, seeds = plan.config.eval.every, plan.config.eval.num_seeds
+    return f"before, after every {every} epochs and at the end: {sets}, {seeds} seeds each, by {labels}"
+
+
+def plan_lines(plan: RunPlan) -> dict[str, str]:
+    """What a plan comes to, by name, for people."""
+    config, processes = plan.config, _processes(plan.num_processes)
+    sample, train = config.sample, config.train
+    return {
+        "samples per epoch": f"{plan.samples_per_epoch_total} = {sample.batch_size} x {sample.num_batches_per_epoch} "
+        f"batches x {processes}, {sample.num_steps} steps each",
+        "batch per update": f"{plan.batch_per_update_total} = {train.batch_size} x "
+        f"{train.gradient_accumulation_steps} accumulated x {processes}, {plan.num_train_timesteps} steps each",
+        "updates per epoch": f"{plan.updates_per_epoch}, over {config.num_epochs} epochs",
+        "model": f"{config.pretrained.model}, "
+        + (f"LoRA of rank {config.lora.rank}" if config.use_lora else "whole UNet"),
+        "prompts, reward": f"{config.prompt_fn}, {config.reward_fn}",
+        "evaluations": _evaluations(plan),
+    }
+
+
+def aligned(lines: Mapping[str, str]) -> str:
+    """Names and values as lines of two columns."""
+    return "\n".join(f"{name + ':':<19}{value}" for name, value in lines.items())
+
+
 def describe(
     plan: RunPlan,
     accelerator: Accelerator,
@@ -324,22 +542,12 @@ def describe(
 ) -> str:
     """The plan, for people."""
     config, device = plan.config, accelerator.device
-    processes = _processes(plan.num_processes)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.unet.parameters()})
-    sample, train = config.sample, config.train
     trainable = sum(p.numel() for p in policy.trainable_parameters(model.unet))
-    kind = f"LoRA of rank {config.lora.rank}" if config.use_lora else "whole UNet"
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    lines: dict[str, Any] = {
-        "samples per epoch": f"{plan.samples_per_epoch_total} = {sample.batch_size} x {sample.num_batches_per_epoch} "
-        f"batches x {processes}, {sample.num_steps} steps each",
-        "batch per update": f"{plan.batch_per_update_total} = {train.batch_size} x "
-        f"{train.gradient_accumulation_steps} accumulated x {processes}, {plan.num_train_timesteps} steps each",
-        "updates per epoch": f"{plan.updates_per_epoch}, over {config.num_epochs} epochs",
-        "model": f"{config.pretrained.model}, {kind}, {trainable:,} trainable parameters",
-        "device": f"{device} ({hardware}), mixed precision {config.mixed_precision}, "
+    lines = plan_lines(plan) | {
+        "to train": f"{trainable:,} trainable parameters",
+        "device": f"{device} ({_hardware(device)}), mixed precision {config.mixed_precision}, "
         f"UNet weights {' and '.join(dtypes)}",
-        "prompts, reward": f"{config.prompt_fn}, {config.reward_fn}",
         "run folder": f"{run_folder}",
     }
     lines["config"] = ", ".join(
@@ -353,4 +561,4 @@ def describe(
             )
         if changed := changed_options(resumed.config, without_secrets(config.to_dict())):
             lines["changed options"] = ", ".join(changed)
-    return "\n".join(f"{name + ':':<19}{value}" for name, value in lines.items())
+    return aligned(lines)

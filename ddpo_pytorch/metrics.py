@@ -4,18 +4,20 @@ Knows nothing of diffusion or of how the numbers came about.
 """
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import math
 import netrc
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+import matplotlib
 import numpy as np
 from accelerate import Accelerator
 from PIL import Image, ImageDraw, ImageFont
@@ -23,6 +25,11 @@ from PIL import Image, ImageDraw, ImageFont
 from ddpo_pytorch.exits import RunFailure
 
 PROJECT = "ddpo-pytorch"
+# What W&B draws over epochs, not over updates; reward_queries, the images scored so far, is there to be chosen instead.
+AXES = {
+    **dict.fromkeys(("reward", "reward_mean", "reward_std", "reward/*", "time/*", "policy/logp_gap*"), "epoch"),
+    "eval/*": "eval/epoch",
+}
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "numpy", "wandb", "bitsandbytes")
 
 
@@ -83,10 +90,14 @@ def start_trackers(
                 print(reason, flush=True)
         if "wandb" in run_ids:
             kwargs["wandb"] |= {"id": run_ids["wandb"], "resume": "allow"}
+    # Nested sections as "section.key".
     scalars = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flatten(config).items()}
     accelerator.init_trackers(PROJECT, config=scalars, init_kwargs=kwargs)
     if "wandb" in names and accelerator.is_main_process:
-        return {"wandb": accelerator.get_tracker("wandb", unwrap=True).id}
+        run = accelerator.get_tracker("wandb", unwrap=True)
+        for pattern, axis in AXES.items():
+            run.define_metric(pattern, step_metric=axis)
+        return {"wandb": run.id}
     return {}
 
 
@@ -132,6 +143,7 @@ class RunLog:
         self.run_folder = run_folder
         self.metrics_file = run_folder / "metrics.jsonl"
         self.curve: list[tuple[int, float, float]] = []  # (epoch, reward mean, reward std)
+        self.reward_queries = 0  # images scored so far
         self.sent_before = -1  # dashboards have all earlier steps, from a run that went further than its checkpoint
         self.needs_new_run = False
         # Pictures are drawn while training goes on.
@@ -158,11 +170,15 @@ class RunLog:
                 kept.append(line)
                 last_kept = entry["step"]
                 self._extend_curve(entry)
+                self.reward_queries = entry.get("reward_queries", self.reward_queries)
         if goes_another_way and self.sent_before > last_kept:
             self.sent_before, self.needs_new_run = -1, True
         if self.sent_before > last_kept or marker.exists():  # before the lines that show it are gone
             self._replace(marker, json.dumps({"last_step": self.sent_before}))
         self._replace(self.metrics_file, "".join(line + "\n" for line in kept))
+        for file in (self.run_folder / "images").glob("epoch_*.json"):
+            if (number := file.stem.removeprefix("epoch_")).isdecimal() and int(number) >= first_epoch:
+                file.unlink(missing_ok=True)
 
     def _replace(self, file: Path, text: str) -> None:
         aside = file.with_suffix(".writing")
@@ -207,12 +223,23 @@ class RunLog:
         for future in drawing:
             future.result()
 
-    def log_images(self, images: Sequence[np.ndarray], captions: Sequence[str], epoch: int, step: int) -> None:
+    def log_images(
+        self, images: Sequence[np.ndarray], captions: Sequence[str], epoch: int, step: int, origins: Sequence[str] = ()
+    ) -> None:
         """Pictures over their captions, to the dashboards and as `images/epoch_NNN.jpg`.
 
         Args:
             images: uint8 (H, W, 3) each.
+            origins: what else dashboards are to say of each, such as its seed.
         """
+        if not images or not self.accelerator.is_main_process:
+            return
+        more = [f" | {origin}" for origin in origins] or [""] * len(images)
+        self.send_images("images", images, [c + o for c, o in zip(captions, more, strict=True)], step)
+        self.in_background(functools.partial(self._draw_grid, images, captions, epoch))
+
+    def send_images(self, key: str, images: Sequence[np.ndarray], captions: Sequence[str], step: int) -> None:
+        """Pictures to the dashboards alone."""
         if not images or not self.accelerator.is_main_process:
             return
         for tracker in self.accelerator.trackers if step >= self.sent_before else ():
@@ -222,12 +249,37 @@ class RunLog:
                 pictures = [
                     wandb.Image(image, caption=caption) for image, caption in zip(images, captions, strict=True)
                 ]
-                tracker.log({"images": pictures}, step=step)
+                tracker.log({key: pictures}, step=step)
             elif tracker.name == "tensorboard":
-                tracker.log_images({"images": np.stack(images)}, step=step, dataformats="NHWC")
+                tracker.log_images({key: np.stack(images)}, step=step, dataformats="NHWC")
             elif hasattr(tracker, "log_images"):
-                tracker.log_images({"images": np.asarray(image_grid(images, captions))}, step=step)
-        self._drawing.append(self._executor.submit(self._draw_grid, images, captions, epoch))
+                tracker.log_images({key: np.asarray(image_grid(images, captions))}, step=step)
+
+    def in_background(self, call: Callable[[], None]) -> None:
+        """Have something written while training goes on; on the main process alone. `wait` raises what it raised."""
+        if self.accelerator.is_main_process:
+            self._drawing.append(self._executor.submit(call))
+
+    def log_extremes(
+        self, best: tuple[np.ndarray, str, float], worst: tuple[np.ndarray, str, float], epoch: int
+    ) -> None:
+        """An epoch's best and worst picture, as files in `images` that `epoch_NNN.json` names.
+
+        Args:
+            best, worst: uint8 (H, W, 3), prompt and reward.
+        """
+        self.in_background(functools.partial(self._write_extremes, {"best": best, "worst": worst}, epoch))
+
+    def _write_extremes(self, extremes: Mapping[str, tuple[np.ndarray, str, float]], epoch: int) -> None:
+        target = self.run_folder / "images" / f"epoch_{epoch:03d}.json"
+        document: dict[str, Any] = {"epoch": epoch}
+        with _writing(target):
+            target.parent.mkdir(exist_ok=True)
+            for name, (image, prompt, reward) in extremes.items():
+                file = target.with_name(f"{target.stem}_{name}.jpg")
+                Image.fromarray(image).save(file, quality=95)
+                document[name] = {"prompt": prompt, "reward": _plain(reward), "file": file.name}
+            target.write_text(json.dumps(document, indent=1))
 
     def _draw_grid(self, images: Sequence[np.ndarray], captions: Sequence[str], epoch: int) -> None:
         target = self.run_folder / "images" / f"epoch_{epoch:03d}.jpg"
@@ -235,10 +287,14 @@ class RunLog:
             target.parent.mkdir(exist_ok=True)
             image_grid(images, captions).save(target, quality=90)
 
+    def start_mean(self, epoch: int) -> float | None:
+        """The first epoch's mean reward, if it is known and of an earlier epoch."""
+        return self.curve[0][1] if self.curve and self.curve[0][0] < epoch else None
+
     def draw_curve(self) -> None:
         """Write `reward.png`: mean reward by epoch, with a band of one standard deviation."""
-        if self.curve and self.accelerator.is_main_process:
-            self._drawing.append(self._executor.submit(self._draw_curve, list(self.curve)))
+        if self.curve:
+            self.in_background(functools.partial(self._draw_curve, list(self.curve)))
 
     def _draw_curve(self, curve: Sequence[tuple[int, float, float]]) -> None:
         # The object interface: pyplot would look for a display.
@@ -301,8 +357,22 @@ def _mean(values: np.ndarray) -> float:
     return float(np.nanmean(values)) if np.isfinite(values).any() else math.nan
 
 
-def summary(values: Mapping[str, Any]) -> str:
-    """An epoch in one line, with the means of what makes up its reward."""
+def duration(seconds: float) -> str:
+    """For people: "50 s", "12 min", "3.4 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def summary(
+    values: Mapping[str, Any], start: float | None = None, seconds_left: float | None = None, num_epochs: int = 0
+) -> str:
+    """An epoch in one line, with the means of what makes up its reward.
+
+    Args:
+        start: the first epoch's mean reward, if that is an earlier one.
+        seconds_left: until the end of the run.
+    """
     means = [
         f"{key.removeprefix('reward/').removesuffix('_mean')} {value:.4g}"
         for key, value in values.items()
@@ -312,10 +382,29 @@ def summary(values: Mapping[str, Any]) -> str:
     failed = f", {values['reward/failed_fraction']:.1%} failed" if values["reward/failed_fraction"] else ""
     skipped = f", {values['policy/skipped_steps']} updates skipped" if values["policy/skipped_steps"] else ""
     mean = round(values["reward_mean"], 12) + 0.0  # a weighted sum's mean may be 0 up to rounding
+    change = f" ({mean - start:+.3g} since the start)" if start is not None else ""
+    kl = f", KL {values['policy/kl_nats']:.2g} nats" if "policy/kl_nats" in values else ""
+    clipped = f", {values['policy/clip_active']:.0%} clipped" if "policy/clip_active" in values else ""
+    left = f", {duration(seconds_left)} left" if seconds_left else ""
+    of = f"/{num_epochs - 1}" if num_epochs else ""
+    spread = f"{values['reward_std']:.3g}"
     return (
-        f"epoch {values['epoch']}: reward {mean:.4g} +- {values['reward_std']:.3g}{parts}{failed}, "
-        f"logp_gap {values['policy/logp_gap']:.1e}, {values['time/epoch_s']:.1f} s{skipped}"
+        f"epoch {values['epoch']}{of}: reward {mean:.4g} +- {spread}{change}{parts}{failed}{kl}{clipped}, "
+        f"logp_gap {values['policy/logp_gap']:.1e}, {values['time/epoch_s']:.1f} s{left}{skipped}"
     )
+
+
+def evaluation_summary(values: Mapping[str, float]) -> str:
+    """An evaluation in one line: every set's rewards, and how they changed since the start."""
+    parts = []
+    for key, mean in values.items():
+        if not (key.startswith("eval/") and key.endswith("_mean")):
+            continue
+        stem = key.removesuffix("_mean")
+        change, error = (values.get(f"{stem}_{name}", math.nan) for name in ("change", "change_se"))
+        since = f" ({change:+.3g} +- {error:.2g})" if math.isfinite(change) and values["eval/epoch"] else ""
+        parts.append(f"{stem.removeprefix('eval/')} {mean:.4g}{since}")
+    return f"evaluation after {values['eval/epoch']:.0f} epochs: " + ", ".join(parts)
 
 
 def image_grid(images: Sequence[np.ndarray], captions: Sequence[str], columns: int | None = None) -> Image.Image:
@@ -330,7 +419,9 @@ def image_grid(images: Sequence[np.ndarray], captions: Sequence[str], columns: i
     height, width = images[0].shape[:2]
     scale = max(1, math.ceil(128 / width))
     cell_width, picture_height = width * scale, height * scale
-    font = ImageFont.load_default(size=max(11, cell_width // 16))
+    # matplotlib's font, which has more of the world's letters than Pillow's own
+    font_file = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+    font = ImageFont.truetype(str(font_file), max(10, cell_width // 16))
     wrapped = [_wrap(caption, font, cell_width - 4) for caption in captions]
     line_height = math.ceil(font.size * 1.25)
     caption_height = max(len(lines) for lines in wrapped) * line_height + 4

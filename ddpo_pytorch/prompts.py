@@ -3,8 +3,12 @@
 Metadata travels with the prompt to the reward function. Knows nothing of models or training.
 """
 
+import ast
 import functools
 import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 # What config.prompt_fn can name.
@@ -116,3 +120,89 @@ def counting(nouns_file: str, low: int, high: int) -> tuple[str, dict]:
         "answers": [number, noun],
     }
     return f"{number} {engine.plural(noun, count)}", metadata
+
+
+# --- prompts of an evaluation, which are always the same
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts, and their metadata, by the name under which they are evaluated."""
+
+    name: str
+    prompts: tuple[str, ...]
+    metadata: tuple[dict, ...]
+
+
+TRAIN_SET = "train"
+_SLICE = re.compile(r"(?P<path>.*)\[(?P<low>-?\d*):(?P<high>-?\d*)\]")
+
+
+def parse_prompt_set(spec: str, draw: Callable[[], tuple[str, dict]], limit: int) -> PromptSet:
+    """The prompts that a text stands for.
+
+    Args:
+        spec: "train" for the prompts of training; "[NAME=]FILE", as in `from_file`, or "[NAME=]FILE[LOW:HIGH]" for some
+            of its lines, counted from 0.
+        draw: the prompt function with its arguments.
+        limit: how many prompts at most: a file's first ones, or the first different ones that are drawn.
+
+    Raises:
+        ValueError: no such file, or no lines there.
+    """
+    if not isinstance(spec, str) or not spec.strip():
+        raise ValueError('a prompt set is "train", or "[NAME=]FILE[LOW:HIGH]" with the name and lines optional')
+    if spec == TRAIN_SET:
+        return _drawn_set(draw, limit)
+    name, has_name, place = spec.rpartition("=")
+    match = _SLICE.fullmatch(place)
+    path = match["path"] if match else place
+    low, high = (int(match[part]) if match and match[part] else None for part in ("low", "high"))
+    lines = _load_lines(path)[low:high][:limit]
+    if not lines:
+        raise ValueError(f'there are no such lines in "{path}", which has {len(_load_lines(path))}')
+    name = name if has_name else Path(path).stem
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise ValueError(f'"{name}" is no name of letters, digits, "_", "-" and "."; write NAME={place}')
+    return PromptSet(name, lines, tuple({} for _ in lines))
+
+
+def _drawn_set(draw: Callable[[], tuple[str, dict]], limit: int) -> PromptSet:
+    """The first different prompts that a function draws from one seed; the state of `random` is as before."""
+    state = random.getstate()
+    random.seed(0)
+    try:
+        found: dict[str, dict] = {}
+        for _ in range(50 * limit):
+            prompt, metadata = draw()
+            found.setdefault(prompt, metadata)
+            if len(found) == limit:
+                break
+    finally:
+        random.setstate(state)
+    return PromptSet(TRAIN_SET, tuple(found), tuple(found.values()))
+
+
+def parse_prompts(text: str) -> PromptSet:
+    """Prompts as a command line has them: a file as in `parse_prompt_set`, a list in Python's form, or "a cat, a dog".
+
+    Raises:
+        ValueError: none in it, or a file that is not there.
+    """
+    is_file = text.endswith(".txt") or _SLICE.fullmatch(text) is not None and ".txt[" in text
+    if is_file or Path(text).expanduser().is_file():
+        return parse_prompt_set(text, lambda: ("", {}), limit=10**6)
+    listed: object = None
+    if text.lstrip().startswith(("[", "(")):
+        try:
+            listed = ast.literal_eval(text)
+        except (ValueError, SyntaxError) as error:
+            raise ValueError(f"it is no list of texts: {error}") from error
+    if isinstance(listed, (list, tuple)):
+        prompts = tuple(str(prompt).strip() for prompt in listed)
+    else:
+        prompts = tuple(part.strip() for part in text.split(","))
+    prompts = tuple(prompt for prompt in prompts if prompt)
+    if not prompts:
+        raise ValueError("there is no prompt in it")
+    return PromptSet("prompts", prompts, tuple({} for _ in prompts))

@@ -454,17 +454,22 @@ def vlm_rating(
 # --- several in one
 
 
-def resolve_components(components: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The entries of a weighted sum with their defaults filled in, and the factory that each one names.
+def resolve_components(
+    components: Sequence[Mapping[str, Any]], option: str = "reward_fn_kwargs.components", has_weights: bool = True
+) -> list[dict[str, Any]]:
+    """The entries of a list of rewards with their defaults filled in, and the factory that each one names.
+
+    Args:
+        option: the config key, for messages.
+        has_weights: they are added up, as in a weighted sum.
 
     Raises:
         ConfigError: an entry that is no component.
     """
-    option = "reward_fn_kwargs.components"
-    known = {"reward_fn", "weight", "kwargs", "normalize", "label"}
+    known = {"reward_fn", "kwargs", "label"} | ({"weight", "normalize"} if has_weights else set())
     resolved: list[dict[str, Any]] = []
     if not isinstance(components, (list, tuple)) or not components:
-        wanted = 'a list of {"reward_fn": NAME, "weight": NUMBER}'
+        wanted = 'a list of {"reward_fn": NAME' + (', "weight": NUMBER}' if has_weights else "}")
         raise ConfigError(f"config.{option} must be {wanted}; got {components!r}")
     for entry in components:
         if not hasattr(entry, "keys") or not {"reward_fn"} <= set(entry.keys()) <= known:
@@ -521,17 +526,20 @@ def weighted_sum(components: Sequence[Mapping[str, Any]], device: Any = None) ->
     return WeightedSum(parts)
 
 
-def check_factory(factory: Callable, kwargs: Mapping[str, Any], name: str, example: tuple[str, dict]) -> None:
+def check_factory(
+    factory: Callable, kwargs: Mapping[str, Any], name: str, example: tuple[str, dict], option: str = "reward_fn"
+) -> None:
     """Everything that can be told of a reward before it is made.
 
     Args:
         name: of the function, for messages.
         example: a drawn prompt and its metadata.
+        option: the config key, for messages.
 
     Raises:
         ConfigError: it would not work, and why.
     """
-    check_arguments(factory, with_device(factory, kwargs, None), "reward_fn")
+    check_arguments(factory, with_device(factory, kwargs, None), option)
     check = getattr(factory, "check", None)
     if check is None:
         return
@@ -540,4 +548,4 @@ def check_factory(factory: Callable, kwargs: Mapping[str, Any], name: str, examp
     except ConfigError:
         raise
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"config.reward_fn {name}: {error}") from error
+        raise ConfigError(f"config.{option} {name}: {error}") from error

@@ -93,7 +93,7 @@ def compute_advantages(tracker: PerPromptStatTracker | None, prompts: Sequence[s
 
 def gather_samples(
     accelerator: Accelerator, rollout: Rollout, scores: Scores, name: str, max_failed_fraction: float, num_images: int
-) -> tuple[list[str], Scores, dict[int, np.ndarray]]:
+) -> tuple[list[str], Scores, dict[int, np.ndarray], dict[int, np.ndarray]]:
     """Every process's prompts and scores on every process, in the order of the processes, with some of the images.
 
     Args:
@@ -103,7 +103,7 @@ def gather_samples(
 
     Returns:
         Prompts, scores (with the notes on those images alone), and images, uint8 (H, W, 3), by the number of their
-        sample.
+        sample; and so each process's best and worst one, unless no images are wanted.
 
     Raises:
         RewardFailure: on every process alike, if more than this fraction of all rewards are NaN.
@@ -113,15 +113,20 @@ def gather_samples(
     chosen = np.linspace(0, n - 1, share).round().astype(int).tolist()
     notes = {key: [text if i in chosen else "" for i, text in enumerate(texts)] for key, texts in scores.notes.items()}
     own = Scores(scores.rewards, scores.details, notes=notes, failures=scores.failures)
+    extremes: set[int] = set()
+    if num_images and np.isfinite(scores.rewards).any():
+        extremes = {int(np.nanargmax(scores.rewards)), int(np.nanargmin(scores.rewards))}
+    images = {i: rollout.images[i] for i in {*chosen, *extremes}}
     # The one time in an epoch that samples go from process to process.
-    gathered = gather_object([(rollout.prompts, own, {i: rollout.images[i] for i in chosen})])
-    all_prompts = [prompt for part, _, _ in gathered for prompt in part]
-    all_scores = Scores.cat([part for _, part, _ in gathered])
-    picked = {rank * n + i: image for rank, (_, _, images) in enumerate(gathered) for i, image in images.items()}
+    gathered = gather_object([(rollout.prompts, own, images, chosen, sorted(extremes))])
+    all_prompts = [prompt for part, *_ in gathered for prompt in part]
+    all_scores = Scores.cat([part for _, part, *_ in gathered])
+    picked = {rank * n + i: part[2][i] for rank, part in enumerate(gathered) for i in part[3]}
+    best_and_worst = {rank * n + i: part[2][i] for rank, part in enumerate(gathered) for i in part[4]}
     failed, total = int(np.isnan(all_scores.rewards).sum()), len(all_prompts)
     if failed > max_failed_fraction * total:
         raise too_many_failed(name, failed, total, max_failed_fraction, all_scores.failures)
-    return all_prompts, all_scores, picked
+    return all_prompts, all_scores, picked, best_and_worst
 
 
 def combined_rewards(reward_fn: RewardFn, scores: Scores) -> np.ndarray:

@@ -5,6 +5,7 @@ All of it before a model is loaded; this file imports neither torch nor diffuser
 
 import ast
 import difflib
+import functools
 import math
 import sys
 import types
@@ -18,6 +19,7 @@ from ml_collections import ConfigDict
 import ddpo_pytorch.prompts
 import ddpo_pytorch.rewards
 from ddpo_pytorch.named_functions import ConfigError, check_arguments, load_module, resolve_function, without_secrets
+from ddpo_pytorch.prompts import PromptSet, parse_prompt_set
 from ddpo_pytorch.stat_tracking import PerPromptStatTracker
 
 # --- the options: type, allowed values (as the message names them), default where the original had no such key
@@ -89,6 +91,18 @@ OPTIONS: dict[str, tuple[type, tuple[Check, str], Any]] = {
     "train.cfg_passes": (int, (lambda v: v in (1, 2), "1 or 2"), 1),
     "train.uncond_grad": (bool, ANY, True),
     "train.timesteps_per_forward": (int, POSITIVE, 1),
+    "eval.every": (int, NOT_NEGATIVE, 0),
+    "eval.prompts": (
+        tuple,
+        (lambda v: len(v) > 0, "of prompt sets"),
+        ("train", "unseen_animals.txt", "everyday_objects.txt"),
+    ),
+    "eval.num_prompts": (int, POSITIVE, 8),
+    "eval.num_seeds": (int, POSITIVE, 2),
+    "eval.rewards": (tuple, ANY, ()),
+    "save_best": (str, ANY, ""),
+    "early_stop": (str, ANY, ""),
+    "early_stop_patience": (int, POSITIVE, 2),
     "offload": (bool, ANY, False),
     "compile": (bool, ANY, False),
     "prompt_fn": (str, ANY, REQUIRED),
@@ -97,6 +111,7 @@ OPTIONS: dict[str, tuple[type, tuple[Check, str], Any]] = {
 # Dictionaries whose keys belong to somebody else's function, so that any key may be set.
 FREE_DICTS: dict[str, dict] = {"prompt_fn_kwargs": {}, "reward_fn_kwargs": {}}
 TRACKING = "per_prompt_stat_tracking"
+TRAINED = "reward"  # what the trained reward is called in evaluations
 TRACKING_OPTIONS = ("buffer_size", "min_count")
 # Gone from the hub; the same weights are there under the other name.
 MOVED_MODELS = {"runwayml/stable-diffusion-v1-5": "stable-diffusion-v1-5/stable-diffusion-v1-5"}
@@ -188,7 +203,8 @@ def _parsed(key: str, text: str, current: Any) -> Any:
     if isinstance(current, (tuple, list)):
         if isinstance(value, (tuple, list)):
             return tuple(value)
-        return tuple(part.strip(" '\"") for part in text.strip("()[]").split(",") if part.strip())
+        inner = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
+        return tuple(part.strip(" '\"") for part in inner.split(",") if part.strip())
     if isinstance(current, ConfigDict):
         if key == TRACKING and text.lower() == "none":
             return None
@@ -230,6 +246,39 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
 def _known_keys(config: ConfigDict) -> list[str]:
     own = [f"{k}.{kk}" for k, v in config.items() if isinstance(v, ConfigDict) and k not in FREE_DICTS for kk in v]
     return sorted({*own, *OPTIONS, *FREE_DICTS, TRACKING})
+
+
+def describe_options(source: str, config: ConfigDict) -> str:
+    """All options for people, in the order and with the comments of config/base.py, with the values of a config.
+
+    Args:
+        source: the text of config/base.py.
+    """
+    source_lines = source.splitlines()
+    [function] = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    sections = {"config": ""}  # variables by the option that they hold
+    described: list[str] = []
+    last_line = function.lineno
+    for node in function.body:
+        if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)):
+            continue
+        owner, _, key = ast.unparse(node.targets[0]).partition(".")
+        path = sections[owner] + key
+        above = [line.strip() for line in source_lines[last_line : node.lineno - 1]]
+        described += [f"\n{line.strip('# ')}" for line in above if line.startswith("######")]
+        comment = [line.lstrip("# ") for line in above if line.startswith("# ")]
+        last_line = node.end_lineno or node.lineno
+        for target in node.targets[1:]:
+            sections[ast.unparse(target)] = f"{path}."
+        value = functools.reduce(
+            lambda found, name: found[name] if found is not None else None, path.split("."), config
+        )
+        if isinstance(value, ConfigDict) and path not in FREE_DICTS:
+            continue
+        shown = without_secrets(value.to_dict() if isinstance(value, ConfigDict) else value, key)
+        described.append(f"  --config.{path}={shown!r}")
+        described += [f"      {line}" for line in comment]
+    return "\n".join(described).strip()
 
 
 # --- the checks
@@ -294,6 +343,53 @@ def _check_value(key: str, value: Any) -> None:
         raise ConfigError(f"config.{key} must be {names[kind]}{', ' + allowed if allowed else ''}; got {value!r}")
 
 
+def _prompt_sets(config: ConfigDict, prompt_fn: Callable) -> tuple[PromptSet, ...]:
+    """What `eval.prompts` names, at most `eval.num_prompts` of each."""
+    sets: list[PromptSet] = []
+    draw = functools.partial(prompt_fn, **config.prompt_fn_kwargs.to_dict())
+    for spec in config.eval.prompts:
+        try:
+            sets.append(parse_prompt_set(spec, draw, config.eval.num_prompts))
+        except Exception as error:
+            raise ConfigError(f"config.eval.prompts {spec!r}: {error}") from error
+    names = [prompt_set.name for prompt_set in sets]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(
+            f"config.eval.prompts has {', '.join(sorted(twice))} twice; write one as OTHER_NAME=FILE, or leave it out"
+        )
+    return tuple(sets)
+
+
+def _eval_rewards(config: ConfigDict, example: tuple[str, dict]) -> tuple[dict[str, Any], ...]:
+    """What `eval.rewards` names beside the trained one, as `rewards.resolve_components` has them."""
+    if not config.eval.rewards:
+        return ()
+    entries = [{"reward_fn": entry} if isinstance(entry, str) else entry for entry in config.eval.rewards]
+    resolved = ddpo_pytorch.rewards.resolve_components(entries, "eval.rewards", has_weights=False)
+    if any(entry["label"] == TRAINED for entry in resolved):
+        raise ConfigError(f'config.eval.rewards: "{TRAINED}" is the trained one; give the entry another label')
+    for entry in resolved:
+        check = ddpo_pytorch.rewards.check_factory
+        check(entry["factory"], entry["kwargs"], entry["label"], example, "eval.rewards")
+    return tuple(resolved)
+
+
+def _check_eval(config: ConfigDict, sets: Sequence[PromptSet], labels: Sequence[str]) -> None:
+    statistics = ("mean", "change")
+    known = [f"eval/{s.name}/{label}_{name}" for s in sets for label in labels for name in statistics]
+    for key in ("save_best", "early_stop"):
+        metric = config[key].removeprefix("-")
+        if not metric:
+            continue
+        if not config.eval.every:
+            raise ConfigError(f"config.{key} {config[key]!r} needs evaluations; set config.eval.every to 1 or more")
+        if metric not in known:
+            raise ConfigError(
+                f"config.{key} must be a metric of the evaluations, which are of the very weights that are saved"
+                f'{_nearest(metric, known)}; "-" before it where less is better; got {config[key]!r}'
+            )
+
+
 def _drawn_on_trial(prompt_fn: Callable, kwargs: dict, name: str) -> tuple[str, dict]:
     """One prompt and its metadata: a missing file or a wrong result shows now, not after the model is loaded."""
     try:
@@ -325,7 +421,14 @@ class RunPlan:
     num_train_timesteps: int
     prompt_fn: Callable[..., tuple[str, dict]]
     reward_factory: Callable[..., Callable]
+    eval_sets: tuple[PromptSet, ...]  # of the evaluations; none without them
+    eval_rewards: tuple[dict[str, Any], ...]
     warnings: tuple[str, ...]  # what can work, but hardly ever should
+
+    def evaluates(self, epochs: int) -> bool:
+        """Whether there is an evaluation after so many epochs: of the start, of every so many, and of the end."""
+        every = self.config.eval.every
+        return every > 0 and (epochs % every == 0 or epochs == self.config.num_epochs)
 
     @property
     def updates_per_epoch(self) -> int:
@@ -418,7 +521,16 @@ def make_plan(config: ConfigDict, num_processes: int) -> RunPlan:
     reward_factory = resolve_function(config.reward_fn, ddpo_pytorch.rewards, "reward_fn")
     check_arguments(prompt_fn, config.prompt_fn_kwargs.to_dict(), "prompt_fn")
     example = _drawn_on_trial(prompt_fn, config.prompt_fn_kwargs.to_dict(), config.prompt_fn)
-    ddpo_pytorch.rewards.check_factory(reward_factory, config.reward_fn_kwargs.to_dict(), config.reward_fn, example)
+    reward_kwargs = config.reward_fn_kwargs.to_dict()
+    ddpo_pytorch.rewards.check_factory(reward_factory, reward_kwargs, config.reward_fn, example)
+    eval_sets = _prompt_sets(config, prompt_fn) if config.eval.every else ()
+    eval_rewards = _eval_rewards(config, example) if config.eval.every else ()
+    trained = [TRAINED]
+    if config.reward_fn == "weighted_sum":  # whose scales move; its components' do not
+        trained = [entry["label"] for entry in ddpo_pytorch.rewards.resolve_components(reward_kwargs["components"])]
+        if twice := set(trained) & {entry["label"] for entry in eval_rewards}:
+            raise ConfigError(f"config.eval.rewards: {', '.join(sorted(twice))} is a component of the trained reward")
+    _check_eval(config, eval_sets, [*trained, *(entry["label"] for entry in eval_rewards)])
     return RunPlan(
         config=config,
         num_processes=num_processes,
@@ -429,6 +541,8 @@ def make_plan(config: ConfigDict, num_processes: int) -> RunPlan:
         num_train_timesteps=num_train_timesteps,
         prompt_fn=prompt_fn,
         reward_factory=reward_factory,
+        eval_sets=eval_sets,
+        eval_rewards=eval_rewards,
         warnings=tuple(_warnings(config)),
     )
 

@@ -254,6 +254,7 @@ def measure(config: ConfigDict, plan: RunPlan, names: Sequence[str], overrides: 
         "dtype": str(dtype).removeprefix("torch."),
         "matmul_flops_per_s": peak_flops,
         "reps": REPS.value,
+        "trainable_parameters": sum(p.numel() for p in policy.trainable_parameters(model.unet)),
         "phases": phases,
         **gaps,
         "derived": derived(phases),
@@ -317,7 +318,7 @@ def one_epoch(
     )
     sampled = time.perf_counter()
     scores = workers.collect(on_batch=lambda: None)
-    all_prompts, all_scores, _ = rollout.gather_samples(
+    all_prompts, all_scores, *_ = rollout.gather_samples(
         accelerator, samples, scores, config.reward_fn, config.max_failed_fraction, config.num_log_images
     )
     rewards = rollout.combined_rewards(reward_fn, all_scores)

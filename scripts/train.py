@@ -9,6 +9,7 @@ import functools
 import os
 import sys
 import time
+from pathlib import Path
 
 from absl import app, flags
 from ml_collections import ConfigDict
@@ -19,19 +20,38 @@ from ddpo_pytorch.rescue import Rescue, end_on_signals
 from ddpo_pytorch.run_plan import (
     RunPlan,
     apply_overrides,
+    describe_options,
     load_config,
     make_plan,
     split_overrides,
     without_secret_arguments,
 )
 
+HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
 CONFIG = flags.DEFINE_string(
     "config", "config/base.py", "Config file, as PATH or PATH:NAME; --config.KEY=VALUE sets one of its options."
 )
 
 
+BASE_CONFIG = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "config", "base.py")
 # Where launchers say how many processes there are, as Accelerate reads them
 WORLD_SIZE_VARIABLES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
+
+
+DRY_RUN = flags.DEFINE_bool(
+    "dry_run", False, "Tell plan, memory, time and where things would be written, from one step; start nothing."
+)
+
+
+def usage(argv: list[str], overrides: list[tuple[str, str]]) -> str:
+    """What --help prints: the flags, and every option with its value in the config that is asked for."""
+    flags.FLAGS([argument for argument in argv if argument not in HELP])
+    config = load_config(CONFIG.value)
+    apply_overrides(config, overrides)
+    with open(BASE_CONFIG, encoding="utf-8") as file:
+        options = describe_options(file.read(), config)
+    own = "\n".join(f"  --{flag.name}: {flag.help}" for flag in (flags.FLAGS["config"], flags.FLAGS["dry_run"]))
+    return f"{__doc__}\n{own}\n\nOptions, as {CONFIG.value} sets them:\n\n{options}"
 
 
 def planned(argv: list[str], overrides: list[tuple[str, str]]) -> tuple[ConfigDict, RunPlan]:
@@ -45,11 +65,24 @@ def planned(argv: list[str], overrides: list[tuple[str, str]]) -> tuple[ConfigDi
     return config, make_plan(config, num_processes=next((size for size in world_sizes if size > 0), 1))
 
 
+def dry_run(plan: RunPlan, overrides: list[tuple[str, str]]) -> None:
+    if os.environ.get("RANK", "0") != "0":
+        return
+    from ddpo_pytorch.dry_run import describe
+
+    for warning in plan.warnings:
+        print(warning, flush=True)
+    benchmark = Path(__file__).with_name("benchmark.py")
+    arguments = [f"--config={CONFIG.value}", *(f"--config.{key}={value}" for key, value in overrides)]
+    print(describe(plan, benchmark, arguments), flush=True)
+
+
 def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
     # Not before the plan stands: these take seconds to import, and a typing error should not.
     from ddpo_pytorch import checkpoints, launch, metrics, policy, rollout, update
     from ddpo_pytorch.checkpoints import ModelIdentity, TrainingState
     from ddpo_pytorch.distributed import Phases, check_others, count_together, fail_together, seed_epoch
+    from ddpo_pytorch.evaluation import Evaluations, Progress
     from ddpo_pytorch.launch import ProgressBar
     from ddpo_pytorch.scoring import RewardWorkers
     from ddpo_pytorch.stat_tracking import PerPromptStatTracker, spread_within_and_between
@@ -76,6 +109,8 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
     launch.check_same_start(accelerator, checkpoint)
     if checkpoint is not None and resumed is not None and resumed.epoch >= config.num_epochs:
         return accelerator.print(checkpoints.nothing_left(checkpoint, resumed, config.num_epochs))
+    if checkpoint is not None and resumed is not None and resumed.evaluation.get("stopped") and config.early_stop:
+        return accelerator.print(checkpoints.stopped_early(checkpoint, resumed))
     policy.check_device(accelerator.device, config.mixed_precision, train.use_8bit_adam)
     phases = Phases(accelerator, timeout=60 * config.timeout_minutes, rescue=rescue)
     for warning in [*plan.warnings, *(f"warning: {problem}" for problem in skipped)]:
@@ -94,6 +129,10 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
         max_failed_fraction=config.max_failed_fraction,
         count_together=functools.partial(count_together, accelerator) if plan.num_processes > 1 else None,
     )
+    eval_workers = {}
+    if plan.eval_sets:
+        eval_rewards = launch.make_eval_rewards(accelerator, plan, reward_fn)
+        eval_workers = launch.eval_workers(eval_rewards, accelerator.device, config)
     phases.enter("loading the model")
     scheduler = policy.load_scheduler(
         pretrained.model, pretrained.revision, sample.num_steps, sample.eta, accelerator.device
@@ -108,10 +147,12 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
     # What a resumed run takes up besides its weights
     tracking = config.per_prompt_stat_tracking
     tracker = PerPromptStatTracker(tracking.buffer_size, tracking.min_count) if tracking is not None else None
+    progress = Progress()  # of the evaluations
     first_epoch, global_step, log_step, run_ids = 0, 0, 0, {}
     if resumed is not None:
         first_epoch, global_step, log_step = resumed.epoch, resumed.global_step, resumed.log_step
         run_ids = resumed.tracker_run_ids
+        progress.load_state_dict(resumed.evaluation)
         checkpoints.restore_optimizer(checkpoint, optimizer)
         if accelerator.scaler is not None and resumed.scaler is not None:
             accelerator.scaler.load_state_dict(resumed.scaler)
@@ -130,7 +171,20 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
         run_ids |= metrics.start_trackers(accelerator, run_folder, run_name, without_secrets(config.to_dict()), run_ids)
     accelerator.print(launch.describe(plan, accelerator, model, run_folder, resumed), flush=True)
 
+    # EVALUATE   the same prompts and the same noise every time; nothing of it reaches training
+    evaluations = Evaluations(run_folder / "eval")
+    evaluate = functools.partial(
+        launch.evaluate_together, accelerator, plan, model, eval_workers, log, evaluations, progress
+    )
+    write_report = functools.partial(launch.write_report, run_folder, BASE_CONFIG)
+    if accelerator.is_main_process:
+        evaluations.forget_later(first_epoch)
+    if first_epoch == 0 and plan.evaluates(0):
+        phases.enter("evaluating before training")
+        evaluate(epochs=0, step=log_step)
+
     skipped_steps = update.SkippedSteps(train.max_skipped_steps)
+    loop_started = time.perf_counter()
     max_logp_gap = train.max_logp_gap or train.clip_range / 10
     for epoch in range(first_epoch, config.num_epochs):
         # SAMPLE   draw prompts, denoise them, remember every step and how likely it was
@@ -166,7 +220,7 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
             # REWARD   most are scored already; compare them with what their prompt usually earns
             with ProgressBar(f"epoch {epoch}: waiting for rewards", len(workers), accelerator) as bar:
                 scores = workers.collect(on_batch=bar.update, on_wait=lambda: check_others(accelerator))
-        all_prompts, all_scores, picked = rollout.gather_samples(
+        all_prompts, all_scores, picked, best_and_worst = rollout.gather_samples(
             accelerator, samples, scores, config.reward_fn, config.max_failed_fraction, config.num_log_images
         )
         all_rewards = rollout.combined_rewards(reward_fn, all_scores)
@@ -174,17 +228,26 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
         advantages = rollout.own_share(accelerator, all_advantages)
         rewarded = time.perf_counter()
 
+        log.reward_queries += plan.samples_per_epoch_total
         within, between = spread_within_and_between(all_prompts, all_rewards)
         reward_metrics = {
             **metrics.reward_metrics(epoch, all_rewards, all_scores.details),
             "reward/std_within_prompts": within,
             "reward/std_between_prompts": between,
             "reward/own_statistics_share": tracker.own_share if tracker is not None else 0.0,
+            "reward_queries": log.reward_queries,
         }
         with fail_together(accelerator):
             log.log(reward_metrics, step=log_step)
             captions = rollout.captions(picked, all_prompts, all_rewards, all_scores)
-            log.log_images(list(picked.values()), captions, epoch=epoch, step=log_step)
+            origins = [f"epoch {epoch}, seed {config.seed}, sample {i}" for i in picked]
+            log.log_images(list(picked.values()), captions, epoch=epoch, step=log_step, origins=origins)
+            if best_and_worst:
+                ranked = sorted(best_and_worst, key=lambda i: all_rewards[i])
+                worst, best = (
+                    (best_and_worst[i], all_prompts[i], float(all_rewards[i])) for i in (ranked[0], ranked[-1])
+                )
+                log.log_extremes(best, worst, epoch=epoch)
             log.draw_curve()
         if reward_metrics["reward_std"] == 0:
             accelerator.print("warning: all rewards of this epoch are equal, so there is nothing to learn", flush=True)
@@ -237,8 +300,15 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
             accelerator.print(warning, flush=True)
         trained = time.perf_counter()
 
+        # EVALUATE
+        is_best = False
+        if plan.evaluates(epoch + 1):
+            phases.enter(f"epoch {epoch}: evaluating")
+            _, is_best = evaluate(epochs=epoch + 1, step=log_step - 1)
+
         epoch_metrics = {
             "epoch": epoch,
+            "reward_queries": log.reward_queries,
             "policy/logp_gap": results[0].logp_gap,
             "policy/logp_gap_timestep": results[0].logp_gap_timestep,
             "policy/updates": len(results),
@@ -251,7 +321,10 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
         }
         with fail_together(accelerator):
             log.log(epoch_metrics, step=log_step - 1, is_last=True)
-        accelerator.print(metrics.summary({**reward_metrics, **epoch_metrics}), flush=True)
+        shown = {**reward_metrics, **results[-1].statistics, **epoch_metrics}
+        per_epoch = (time.perf_counter() - loop_started) / (epoch + 1 - first_epoch)
+        left = per_epoch * (config.num_epochs - epoch - 1)
+        accelerator.print(metrics.summary(shown, log.start_mean(epoch), left, config.num_epochs), flush=True)
 
         # SAVE   everything needed to continue as if nothing had happened
         phases.enter(f"epoch {epoch}: saving")
@@ -270,27 +343,40 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
                 reward=reward_fn.state_dict() if isinstance(reward_fn, WeightedSum) else None,
                 tracker_run_ids=run_ids,
                 scaler=accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
+                evaluation=progress.state_dict() if plan.eval_sets else {},
                 num_processes=plan.num_processes,
                 config=without_secrets(config.to_dict()),
             ),
-            is_due=epoch + 1 == config.num_epochs or (config.save_freq > 0 and (epoch + 1) % config.save_freq == 0),
+            is_due=epoch + 1 == config.num_epochs
+            or progress.stopped
+            or (config.save_freq > 0 and (epoch + 1) % config.save_freq == 0),
             num_checkpoint_limit=config.num_checkpoint_limit,
             rescue=rescue,
+            is_best=is_best,
         )
+        log.in_background(write_report)
+        if progress.stopped:
+            accelerator.print(launch.why_stopped(config, progress), flush=True)
+            break
 
+    log.wait()
     workers.close()
     if global_step == (resumed.global_step if resumed is not None else 0):
         raise RunFailure("every update was skipped, so nothing was learned; the warnings above say why")
     phases.close()
     accelerator.end_training()
-    accelerator.print(f"finished: {run_folder}", flush=True)
+    accelerator.print(f"finished: {run_folder}, see {run_folder / 'report.html'}", flush=True)
 
 
 def main(argv: list[str], overrides: list[tuple[str, str]]) -> None:
     rescue = Rescue()
     try:
         end_on_signals(rescue)
-        run(*planned(argv, overrides), rescue)
+        config, plan = planned(argv, overrides)
+        if DRY_RUN.value:
+            dry_run(plan, overrides)
+        else:
+            run(config, plan, rescue)
     except BaseException as error:
         rescue.end(error)
     # Taking down the interpreter under threads of torch and gloo aborted one in many runs that were complete.
@@ -299,6 +385,12 @@ def main(argv: list[str], overrides: list[tuple[str, str]]) -> None:
 
 if __name__ == "__main__":
     arguments, config_overrides = split_overrides(sys.argv)
+    if set(arguments) & set(HELP):
+        try:
+            print(usage(arguments, config_overrides))
+        except (ConfigError, flags.Error) as wrong:
+            sys.exit(f"error: {wrong}")
+        sys.exit(0)
     for argument in arguments[1:]:
         name = argument.lstrip("-").partition("=")[0]
         if argument.startswith("-") and not {name, name.removeprefix("no")} & set(flags.FLAGS):

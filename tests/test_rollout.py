@@ -189,7 +189,7 @@ def test_gathered_samples_keep_prompts_whole_and_images_spread_over_batches(mode
 
     rollout, workers = rollout_with(model, reward_fn, prompts)
     accelerator, scores = Accelerator(cpu=True), collect(workers)
-    gathered_prompts, gathered, picked = gather_samples(accelerator, rollout, scores, "mine", 0.0, 2)
+    gathered_prompts, gathered, picked, _ = gather_samples(accelerator, rollout, scores, "mine", 0.0, 2)
     assert gathered_prompts == prompts and gathered.rewards.tolist() == [0, 1, 2, 3]
     assert gathered.details["half"].tolist() == [0, 0.5, 1, 1.5]
     assert own_share(accelerator, gathered.rewards).tolist() == [0, 1, 2, 3]
@@ -199,7 +199,21 @@ def test_gathered_samples_keep_prompts_whole_and_images_spread_over_batches(mode
     ]
     assert list(picked) == [0, 3]
     np.testing.assert_array_equal(picked[3], rollout.images[3])
-    assert gather_samples(accelerator, rollout, scores, "mine", 0.0, 0)[2] == {}
+    assert gather_samples(accelerator, rollout, scores, "mine", 0.0, 0)[2:] == ({}, {})
+
+
+def test_the_best_and_the_worst_picture_are_kept_beside_those_that_are_spread_evenly(model):
+    def reward_fn(images, prompts, metadata):
+        return [[2.0, 9.0, -1.0, 3.0][m["n"]] for m in metadata]
+
+    rollout, workers = rollout_with(model, reward_fn)
+    scores = collect(workers)
+    _, _, picked, extremes = gather_samples(Accelerator(cpu=True), rollout, scores, "mine", 0.0, 1)
+    assert list(picked) == [0] and sorted(extremes) == [1, 2]
+    np.testing.assert_array_equal(extremes[1], rollout.images[1])
+    scores.rewards[:] = np.nan
+    scores.failures = ["lost"] * 4
+    assert gather_samples(Accelerator(cpu=True), rollout, scores, "mine", 1.0, 1)[3] == {}
 
 
 def test_a_weighted_sum_is_taken_of_all_samples_of_an_epoch_at_once(model):
@@ -208,7 +222,7 @@ def test_a_weighted_sum_is_taken_of_all_samples_of_an_epoch_at_once(model):
 
     mixed = WeightedSum([Component("one", 1.0, True, by_index), Component("two", 2.0, True, by_index)])
     rollout, workers = rollout_with(model, mixed)
-    _, scores, _ = gather_samples(Accelerator(cpu=True), rollout, collect(workers), "mine", 0.0, 0)
+    _, scores, *_ = gather_samples(Accelerator(cpu=True), rollout, collect(workers), "mine", 0.0, 0)
     # 0 to 3 have mean 1.5 and deviation sqrt(1.25).
     np.testing.assert_allclose(combined_rewards(mixed, scores), 3 * (np.arange(4) - 1.5) / np.sqrt(1.25))
     plain = Scores(np.array([1.0, 2.0]))

@@ -84,6 +84,7 @@ def test_a_run_leaves_what_people_look_at(tmp_path, random_sd):
         "metrics.jsonl",
         "images",
         "reward.png",
+        "report.html",
         "checkpoints",
         "run.lock",
     }
@@ -94,13 +95,20 @@ def test_a_run_leaves_what_people_look_at(tmp_path, random_sd):
     )
     # The last epoch is saved though save_freq does not fall on it.
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
-    assert [p.name for p in sorted((folder / "images").iterdir())] == [f"epoch_00{i}.jpg" for i in range(3)]
+    kinds = (".jpg", ".json", "_best.jpg", "_worst.jpg")
+    assert sorted(p.name for p in (folder / "images").iterdir()) == [
+        f"epoch_00{i}{kind}" for i in range(3) for kind in kinds
+    ]
     assert Image.open(folder / "images" / "epoch_000.jpg").width == 2 * 128  # all four samples, 2 x 2
     Image.open(folder / "reward.png").verify()
 
     lines = read_metrics(folder)
     assert all({"step", "epoch"} <= set(line) for line in lines)
     rewards = [line for line in lines if "reward" in line]
+    assert [line["reward_queries"] for line in rewards] == [4, 8, 12]
+    extremes = json.loads((folder / "images" / "epoch_001.json").read_text())
+    assert extremes["best"]["reward"] == max(rewards[1]["reward"]) and extremes["epoch"] == 1
+    assert extremes["worst"]["reward"] == min(rewards[1]["reward"]) and extremes["worst"]["prompt"]
     assert all(len(line["reward"]) == 4 for line in rewards) and [line["epoch"] for line in rewards] == [0, 1, 2]
     update = next(line for line in lines if "loss" in line)
     assert {"loss", "approx_kl", "clipfrac", "inner_epoch", "grad_norm", "learning_rate"} <= set(update)
