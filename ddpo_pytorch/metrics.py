@@ -95,6 +95,8 @@ def start_trackers(
     accelerator.init_trackers(PROJECT, config=scalars, init_kwargs=kwargs)
     if "wandb" in names and accelerator.is_main_process:
         run = accelerator.get_tracker("wandb", unwrap=True)
+        for axis in set(AXES.values()):
+            run.define_metric(axis)
         for pattern, axis in AXES.items():
             run.define_metric(pattern, step_metric=axis)
         return {"wandb": run.id}

@@ -124,6 +124,9 @@ def run(overrides: list[tuple[str, str]]) -> None:
     except ValueError as error:
         raise ConfigError(f"--prompts {PROMPTS.value}: {error}") from error
 
+    if OUTPUT.value and (output := Path(OUTPUT.value)).exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output {output} is there already, and not an empty folder; nothing is written over")
+
     # Not before the flags stand: these take seconds to import.
     import torch
     from accelerate.utils import find_executable_batch_size
@@ -235,8 +238,6 @@ def output_folder(checkpoint: Path) -> Path:
     """Where results go: what was asked for, or a new folder in the run's."""
     if OUTPUT.value:
         folder = Path(OUTPUT.value)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(f"--output {folder} is there already, and not an empty folder; nothing is written over")
     else:
         date = datetime.datetime.now().strftime("%Y.%m.%d_%H.%M.%S")
         folder = checkpoint.resolve().parents[1] / "samples" / f"{checkpoint.name}_{date}"

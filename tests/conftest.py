@@ -22,6 +22,9 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     _number, _count = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.sched_setaffinity(0, _cores[_number::_count] or _cores)
 
+# One to each core that this process may use: two pools of threads on one core crawl.
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
 ROOT = Path(__file__).parent.parent
 TINY_SD = ROOT / "ddpo_pytorch" / "assets" / "tiny_sd"
 GOLDENS = Path(__file__).parent / "goldens"

@@ -25,11 +25,12 @@ LEVELS = [
     {"scorers.clip", "scorers.imagenet", "scorers.ocr", "scorers.bert_score", "scorers.chat", "weighted_sum"},
     {"aesthetic_scorer"},
     {"rewards"},
-    {"diffusers_patch.pipeline_with_logprob", "run_plan", "distributed", "tiny_classifier", "metrics"},
+    {"diffusers_patch.pipeline_with_logprob", "run_plan", "distributed", "tiny_classifier", "metrics", "report"},
     {"policy"},
-    {"update", "rollout", "checkpoints"},
+    {"update", "rollout", "checkpoints", "evaluation"},
     {"rescue"},
     {"launch"},
+    {"dry_run"},
 ]
 MODULES = sorted(path for path in (ROOT / "ddpo_pytorch").rglob("*.py") if path.name != "__init__.py")
 
@@ -72,7 +73,11 @@ def test_imports_point_down(path):
         ("exits", {"torch", "diffusers", "accelerate", "ml_collections"}),
         ("scoring", {"diffusers", "accelerate", "ml_collections"}),
         ("scorers.chat", {"torch", "diffusers", "accelerate", "ml_collections"}),
-        *((name, {"ml_collections"}) for name in ("policy", "rollout", "update", "checkpoints", "metrics")),
+        ("report", {"torch", "diffusers", "accelerate", "ml_collections"}),
+        *(
+            (name, {"ml_collections"})
+            for name in ("policy", "rollout", "update", "checkpoints", "metrics", "evaluation")
+        ),
     ],
 )
 def test_what_a_module_must_not_know_of(name, foreign):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY_SD, launch, read_metrics, run_folder
+from conftest import CORES, ROOT, TINY_SD, launch, read_metrics, run_folder
 
 from ddpo_pytorch.diffusers_patch.pipeline_with_logprob import pipeline_with_logprob
 from ddpo_pytorch.policy import load_pipeline, load_scheduler
@@ -28,7 +28,7 @@ def draw(folder: Path | None, num_seeds: int) -> tuple[np.ndarray, float]:
     Args:
         folder: of a run, whose last checkpoint draws; None for the model before training. The noise is the same.
     """
-    torch.set_num_threads(2)
+    torch.set_num_threads(CORES)
     pipeline = load_pipeline(str(TINY_SD), "main", load_scheduler(str(TINY_SD), "main", 6, 1.0, torch.device("cpu")))
     if folder is not None:
         last = max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("checkpoint_")))

@@ -109,6 +109,36 @@ def test_a_caption_is_broken_into_lines_that_fit_and_lose_nothing():
     assert "".join(lines).replace(" ", "") == text.replace(" ", "")
 
 
+def test_captions_have_letters_of_other_scripts():
+    """Of Pillow's own font these would all be the same box."""
+    shown = {
+        image_grid([np.zeros((128, 128, 3), np.uint8)], [letter]).crop((0, 128, 20, 145)).tobytes()
+        for letter in "жßλčx"
+    }
+    assert len(shown) == 5
+
+
+def test_an_evaluation_is_told_in_a_line():
+    values = {"eval/epoch": 4, "eval/a/reward_mean": 1.5, "eval/a/reward_se": 0.1, "eval/b/reward_mean": math.nan}
+    values |= {"eval/a/reward_change": 0.25, "eval/a/reward_change_se": 0.05, "eval/a/diversity": 0.2}
+    assert metrics.evaluation_summary(values) == "evaluation after 4 epochs: a/reward 1.5 (+0.25 +- 0.05), b/reward nan"
+
+
+def test_pictures_of_epochs_that_are_run_again_are_forgotten(tmp_path):
+    log = run_log(tmp_path)
+    for epoch in range(3):
+        picture = (np.full((8, 8, 3), 9, np.uint8), "cat", float(epoch))
+        log.log_extremes(picture, picture, epoch)
+        log.log({"epoch": epoch, "reward_queries": 4 * (epoch + 1)}, step=epoch, is_last=True)
+    assert json.loads((tmp_path / "images" / "epoch_002.json").read_text())["best"] == {
+        "prompt": "cat",
+        "reward": 2.0,
+        "file": "epoch_002_best.jpg",
+    }
+    assert run_log(tmp_path, first_epoch=1).reward_queries == 4
+    assert [path.name for path in (tmp_path / "images").glob("*.json")] == ["epoch_000.json"]
+
+
 def test_grids_take_any_size():
     grid = image_grid([np.zeros((512, 512, 3), dtype=np.uint8)] * 2, ["a", "b"], columns=1)
     assert grid.width == 512 and grid.height > 1024
@@ -169,5 +199,9 @@ def test_reward_metrics_leave_failed_samples_out():
     assert values["reward/failed_fraction"] == 0.25  # though a detail has this name
     assert values["reward/clip_mean"] == 1.5 and math.isnan(values["reward/none_mean"])
     extra = {"policy/logp_gap": 0.0, "policy/skipped_steps": 0, "time/epoch_s": 1.0}
+    more = {"policy/kl_nats": 0.123, "policy/clip_active": 0.25}
+    told = metrics.summary({**values, **extra, **more}, start=2.5, seconds_left=600.0, num_epochs=9)
+    assert told.startswith("epoch 2/8: reward 3 +- 1.63 (+0.5 since the start)")
+    assert "KL 0.12 nats, 25% clipped" in told and told.endswith("1.0 s, 10 min left")
     line = metrics.summary({**values, **extra})
     assert line.startswith("epoch 2: reward 3 +- 1.63 (clip 1.5, none nan, failed_fraction 1, a_mean 1), 25.0% failed")

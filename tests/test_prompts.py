@@ -33,6 +33,48 @@ def test_a_file_of_ones_own_is_read_as_utf8_without_blank_lines(tmp_path):
     assert {prompt for prompt, _ in drawn(prompts.from_file, path=str(file), low=1, high=2)} == {"un éléphant"}
 
 
+def test_held_out_lists_have_nothing_that_is_trained_on():
+    animals = {prompt.lower() for prompt, _ in drawn(prompts.imagenet_animals, count=9000)}
+    animals |= {prompt for prompt, _ in drawn(prompts.simple_animals, count=900)}
+    unseen, objects = (prompts._load_lines(f"{name}.txt") for name in ("unseen_animals", "everyday_objects"))
+    assert len(set(unseen)) == len(unseen) == len(set(objects)) == len(objects) == 20
+    assert not animals & {*unseen, *objects}
+
+
+def test_a_prompt_set_is_a_file_or_a_part_of_it_or_what_training_draws():
+    def parse(spec, limit=8):
+        return prompts.parse_prompt_set(spec, lambda: prompts.from_file("simple_animals.txt", 0, 3), limit)
+
+    whole = parse("simple_animals.txt")
+    assert (whole.name, len(whole.prompts), whole.prompts[0]) == ("simple_animals", 8, "cat")
+    assert whole.metadata == ({},) * 8
+    assert parse("some=simple_animals.txt[40:42]") == prompts.PromptSet("some", ("camel", "bat"), ({}, {}))
+    assert parse("simple_animals.txt[-2:]").prompts == ("hedgehog", "kangaroo")
+    random.seed(7)
+    state = random.getstate()
+    trained = parse("train")
+    assert (trained.name, set(trained.prompts)) == ("train", {"cat", "dog", "horse"}) and random.getstate() == state
+    assert parse("train") == trained and len(parse("train", 2).prompts) == 2
+    wrong = {
+        "no.txt": "no prompt file",
+        "simple_animals.txt[99:]": "which has 45",
+        "a/b=simple_animals.txt": "no name",
+        "": "a prompt set is",
+    }
+    for spec, says in wrong.items():
+        with pytest.raises(ValueError, match=says):
+            parse(spec)
+
+
+def test_prompts_can_be_a_file_or_a_list_on_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").write_text("a cat, asleep\na dog\n")
+    assert prompts.parse_prompts("own").prompts == ("a cat, asleep", "a dog")
+    assert prompts.parse_prompts("everyday_objects.txt[1:3]").prompts == ("teapot", "bicycle")
+    assert prompts.parse_prompts("a cat, a dog,").prompts == ("a cat", "a dog")
+    assert prompts.parse_prompts("['a cat, asleep', 'a dog']").prompts == ("a cat, asleep", "a dog")
+
+
 def test_ones_own_file_comes_before_a_shipped_list_of_that_name(tmp_path, monkeypatch):
     (tmp_path / "activities.txt").write_text("sleeping\n")
     monkeypatch.chdir(tmp_path)

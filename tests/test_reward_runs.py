@@ -100,7 +100,7 @@ def test_a_server_killed_in_the_middle_of_an_epoch(tmp_path, llava, minilm, come
         "vlm",
         "--config.num_epochs=2",
         "--config.sample.num_batches_per_epoch=8",
-        *vlm_options(f"http://127.0.0.1:{port}/v1", minilm, max_tries=6 if comes_back else 3, backoff=1.0),
+        *vlm_options(f"http://127.0.0.1:{port}/v1", minilm, max_tries=8 if comes_back else 3, backoff=1.0),
     )
     command, options = command_for(arguments, tmp_path, num_processes)
     process = subprocess.Popen(command, **options)

@@ -286,6 +286,7 @@ def test_every_option_can_be_set_on_the_command_line(key):
         ("--config.per_prompt_stat_tracking=3", "None or a dictionary"),
         ("--config.prompt_fn_kwargs=None", "prompt_fn_kwargs must be a dictionary"),
         ("--config.train=None", "config.train must be set entry by entry"),
+        ("--config.eval.evry=3", 'did you mean "eval.every"'),
     ],
 )
 def test_wrong_overrides_are_refused(argument, says):
@@ -386,12 +387,59 @@ def test_an_option_of_a_file_that_does_not_exist_is_refused_with_the_nearest(sec
         (["--config.resume=auto"], "finds a run by config.run_name, which must be set"),
         (["--config.resume=auto", "--config.run_name=a", "--config.resume_from=b"], "resume_from must be empty"),
         (["--config.resume=yes"], 'config.resume must be text, "" or "auto"; got \'yes\''),
+        (["--config.save_best=eval/train/reward_mean"], "needs evaluations; set config.eval.every to 1 or more"),
+        (["--config.eval.every=1", "--config.early_stop=reward_mean"], "of the very weights that are saved"),
+        (
+            ["--config.eval.every=1", "--config.save_best=-eval/trian/reward_mean"],
+            'did you mean "eval/train/reward_mean"',
+        ),
+        (["--config.eval.every=1", "--config.eval.prompts=train,nothing.txt"], "'nothing.txt': no prompt file"),
+        (["--config.eval.every=1", "--config.eval.prompts=a=chairs.txt[1:x]"], "no prompt file"),
+        (["--config.eval.every=1", "--config.eval.prompts=train,train"], "has train twice"),
+        (["--config.eval.every=1", "--config.eval.prompts="], "config.eval.prompts must be a tuple, of prompt sets"),
+        (
+            ["--config.eval.every=1", "--config.eval.rewards=clp_score"],
+            'config.eval.rewards "clp_score" is no function',
+        ),
+        (
+            ["--config.eval.every=1", "--config.eval.rewards=({'reward_fn': 'colorfulness', 'weight': 2},)"],
+            "got weight",
+        ),
+        (
+            [
+                "--config.eval.every=1",
+                "--config.eval.rewards=({'reward_fn': 'colorfulness', 'kwargs': {'gamma': 2}},)",
+            ],
+            "config.eval.rewards_kwargs",
+        ),
         (["--config.reward_timeout=120", "--config.timeout_minutes=2"], "must be less than config.timeout_minutes"),
     ],
 )
 def test_what_cannot_go_together_is_refused(arguments, says):
     with pytest.raises(ConfigError, match=says):
         plan_with(*arguments)
+
+
+def test_evaluations_are_of_the_start_of_every_so_many_epochs_and_of_the_end():
+    plan = plan_with("--config.eval.every=4", "--config.num_epochs=10", "--config.eval.num_prompts=3")
+    assert [epochs for epochs in range(11) if plan.evaluates(epochs)] == [0, 4, 8, 10]
+    assert [(s.name, len(s.prompts)) for s in plan.eval_sets] == [
+        ("train", 3),
+        ("unseen_animals", 3),
+        ("everyday_objects", 3),
+    ]
+    none = plan_with("--config.num_epochs=10")
+    assert not any(none.evaluates(epochs) for epochs in range(11)) and none.eval_sets == ()
+
+
+def test_a_weighted_sum_is_evaluated_by_its_components():
+    mixed = ["--config.reward_fn=weighted_sum", "--config.eval.every=1"]
+    mixed.append("--config.reward_fn_kwargs={'components': ({'reward_fn': 'jpeg_compressibility', 'label': 'size'},)}")
+    assert plan_with(*mixed, "--config.save_best=eval/train/size_mean").config.save_best
+    with pytest.raises(ConfigError, match='did you mean "eval/train/size_mean"|there are: eval/train/size_mean'):
+        plan_with(*mixed, "--config.save_best=eval/train/reward_mean")
+    with pytest.raises(ConfigError, match="size is a component of the trained reward"):
+        plan_with(*mixed, "--config.eval.rewards=({'reward_fn': 'colorfulness', 'label': 'size'},)")
 
 
 def test_a_whole_unet_at_a_loras_rate_is_warned_about():

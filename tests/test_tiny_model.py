@@ -63,12 +63,12 @@ def share_drawn(seeds: range, num_steps: int, guidance_scale: float, eta: float)
 
 
 def test_it_draws_what_it_is_asked_for():
-    torch.set_num_threads(2)
+    torch.set_num_threads(CORES)
     assert share_drawn(range(1), num_steps=20, guidance_scale=5.0, eta=1.0) > 0.6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("eta", [0.0, 1.0])
 def test_it_draws_the_share_that_the_readme_claims(eta):
-    torch.set_num_threads(2)
+    torch.set_num_threads(CORES)
     assert share_drawn(range(10), num_steps=50, guidance_scale=5.0, eta=eta) >= 0.8

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -221,7 +222,8 @@ def test_wandb_goes_offline_by_itself_and_a_resumed_run_is_the_same_run(tmp_path
 
     def run(*extra):
         arguments = ["--config", str(ROOT / "config/base.py"), f"--config.pretrained.model={random_sd}", *SMALL_RUN]
-        result = launch([*arguments, "--config.log_with=wandb,tensorboard", *MANY, *extra], tmp_path)
+        evaluated = ["--config.eval.every=1", "--config.eval.prompts=train", "--config.eval.num_prompts=2"]
+        result = launch([*arguments, "--config.log_with=wandb,tensorboard", *MANY, *evaluated, *extra], tmp_path)
         assert result.returncode == 0, result.stderr
         return result.stdout + result.stderr
 
@@ -240,6 +242,19 @@ def test_wandb_goes_offline_by_itself_and_a_resumed_run_is_the_same_run(tmp_path
     assert [point["_step"] for point in points] == list(range(len(lines))) == [line["step"] for line in lines]
     assert [point["loss"] for point in points] == [line["loss"] for line in lines]
     assert [point["epoch"] for point in points if "reward_mean" in point] == [0, 1]
+    # What people would have to build by hand otherwise: histograms, captions that find a picture again, axes.
+    with_rewards = [point for point in points if "reward_mean" in point]
+    assert [sum(point["reward/values"]) for point in with_rewards] == [78, 78]  # of 80 rewards two failed
+    assert {point["reward/_type"] for point in with_rewards} == {"histogram"}
+    assert [point["reward_queries"] for point in with_rewards] == [80, 160]
+    captions = [caption for point in with_rewards for caption in point["images/captions"]]
+    pattern = r"[a-z]+ \| (?:[\d.]+|nan \| failed: .*) \| epoch [01], seed 42, sample \d+"
+    assert len(captions) == 32 and all(re.fullmatch(pattern, caption) for caption in captions)
+    evaluated = [point for point in points if "eval/epoch" in point]
+    assert [point["eval/epoch"] for point in evaluated][-1] == 2 and len(evaluated) >= 2
+    shown = evaluated[-1]["eval/train/images/captions"]
+    assert len(shown) == 4 and all(re.fullmatch(r"\w+ \| seed [01] \| reward \S+ \| after 2 epochs", c) for c in shown)
+    assert wandb_file.axes(files[0]) >= {("reward_mean", "epoch"), ("eval/*", "eval/epoch"), ("time/*", "epoch")}
     assert [point["epoch"] for point in points if "policy/logp_gap" in point] == [0, 1]
     pictures = list((folder / "wandb").glob("offline-run-*/files/media/images/images_*.png"))
     assert len(pictures) == 2 * 16

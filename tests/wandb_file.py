@@ -41,3 +41,9 @@ def history(path: Path) -> list[dict[str, Any]]:
             values = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
             steps.append({**values, "_step": record.history.step.num})
     return steps
+
+
+def axes(path: Path) -> set[tuple[str, str]]:
+    """Metrics, by name or pattern, and what they are drawn over."""
+    metrics = [record.metric for record in records(path) if record.WhichOneof("record_type") == "metric"]
+    return {(metric.glob_name or metric.name, metric.step_metric) for metric in metrics}
