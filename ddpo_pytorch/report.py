@@ -6,7 +6,6 @@ no network, and neither this module nor the page needs torch. How the page looks
 
 import base64
 import datetime
-import functools
 import html
 import io
 import itertools
@@ -588,8 +587,7 @@ def option_rows(configs: Sequence[Mapping[str, Any]], base: Mapping[str, Any] | 
 # --- pictures
 
 
-@functools.lru_cache(maxsize=600)  # a run writes its report again after every epoch
-def _embedded(file: Path, modified: int, width: int) -> str | None:
+def _shrunk(file: Path, width: int) -> str | None:
     try:
         with Image.open(file) as image:
             if image.format == "JPEG" and image.width <= width:
@@ -607,12 +605,31 @@ def _embedded(file: Path, modified: int, width: int) -> str | None:
     return "data:image/jpeg;base64," + base64.b64encode(data).decode()
 
 
-def data_uri(file: Path | None, width: int = PICTURE_WIDTH) -> str | None:
-    """A picture that stands in the page itself, at most so many pixels wide; None if it cannot be read."""
-    try:
-        return _embedded(file, file.stat().st_mtime_ns, width) if file is not None else None
-    except OSError:
-        return None
+class PictureCache:
+    """Pictures as they stand in pages. The last page's are kept, since a run writes its page after every epoch."""
+
+    def __init__(self) -> None:
+        self._of_page: dict[tuple[Path, int, int], str | None] = {}
+        self._of_last_page: dict[tuple[Path, int, int], str | None] = {}
+
+    def start_page(self) -> None:
+        self._of_last_page, self._of_page = self._of_page, {}
+
+    def data_uri(self, file: Path | None, width: int = PICTURE_WIDTH) -> str | None:
+        """A picture as an address that holds it, at most so many pixels wide; None if it cannot be read."""
+        try:
+            key = (file, file.stat().st_mtime_ns, width) if file is not None else None
+        except OSError:
+            key = None
+        if file is None or key is None:
+            return None
+        if key not in self._of_page:
+            kept = self._of_last_page
+            self._of_page[key] = kept[key] if key in kept else _shrunk(file, width)
+        return self._of_page[key]
+
+
+_pictures = PictureCache()
 
 
 def evenly(items: Sequence[Any], count: int) -> list[Any]:
@@ -656,7 +673,7 @@ def fitting_frames(
 
 def _picture_for_page(picture: Picture, width: int = PICTURE_WIDTH) -> dict[str, Any]:
     return {
-        "src": data_uri(picture.file, width),
+        "src": _pictures.data_uri(picture.file, width),
         "prompt": picture.prompt,
         "seed": picture.seed,
         "scores": picture.scores,
@@ -666,7 +683,9 @@ def _picture_for_page(picture: Picture, width: int = PICTURE_WIDTH) -> dict[str,
 
 def _sliders(run: Run, budget: float) -> tuple[list[dict[str, Any]], str | None]:
     width = PICTURE_WIDTH if run.has_evaluations else GRID_WIDTH
-    kept, left_out = fitting_frames(run.frames, budget, lambda picture: len(data_uri(picture.file, width) or ""))
+    kept, left_out = fitting_frames(
+        run.frames, budget, lambda picture: len(_pictures.data_uri(picture.file, width) or "")
+    )
     names = dict.fromkeys(name for frame in kept for name in frame.sets)
     sliders = []
     for name in names:
@@ -745,6 +764,7 @@ def write_report(run_folders: Sequence[Path], output: Path, base_config: Mapping
         ConfigError: a folder is no run's, or the page cannot be written there.
     """
     runs = [read_run(Path(folder)) for folder in run_folders]
+    _pictures.start_page()
     _short_names(runs)
     page = render(page_data(runs, base_config), ", ".join(run.name for run in runs))
     output = Path(output)

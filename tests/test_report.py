@@ -456,7 +456,7 @@ def test_large_pictures_are_shrunk_and_others_are_not(tmp_path):
     for size in (64, 256, 700):
         picture(tmp_path / f"{size}.jpg", 3, size)
         with Image.open(
-            io.BytesIO(base64.b64decode(report.data_uri(tmp_path / f"{size}.jpg").partition(",")[2]))
+            io.BytesIO(base64.b64decode(report.PictureCache().data_uri(tmp_path / f"{size}.jpg").partition(",")[2]))
         ) as shown:
             assert shown.size == (min(size, 256),) * 2
 

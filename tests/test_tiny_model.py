@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ROOT, TINY_SD
+from conftest import CORES, ROOT, TINY_SD
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTokenizer
 
