@@ -169,7 +169,7 @@ def get_config():
 
     ###### Reward Function ######
     # A function of ddpo_pytorch/rewards.py, "package.module:function" or "path/to/file.py:function"; "weighted_sum" is
-    # several of them. README has a table of what they measure, need and cost.
+    # several of them. docs/rewards.md has what they measure, need and cost.
     config.reward_fn = "jpeg_compressibility"
     # Its arguments.
     config.reward_fn_kwargs = {}

@@ -617,11 +617,11 @@ class PictureCache:
 
     def data_uri(self, file: Path | None, width: int = PICTURE_WIDTH) -> str | None:
         """A picture as an address that holds it, at most so many pixels wide; None if it cannot be read."""
+        if file is None:
+            return None
         try:
-            key = (file, file.stat().st_mtime_ns, width) if file is not None else None
+            key = (file, file.stat().st_mtime_ns, width)
         except OSError:
-            key = None
-        if file is None or key is None:
             return None
         if key not in self._of_page:
             kept = self._of_last_page

@@ -461,6 +461,20 @@ def test_large_pictures_are_shrunk_and_others_are_not(tmp_path):
             assert shown.size == (min(size, 256),) * 2
 
 
+def test_a_picture_is_shrunk_once_for_all_pages_of_a_run_unless_it_changes(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", epochs=1, size=300)
+    shrunk = []
+    shrink = report._shrunk
+    monkeypatch.setattr(report, "_shrunk", lambda file, width: shrunk.append(file.name) or shrink(file, width))
+    first = write_report([run], tmp_path / "x.html", None).read_bytes()
+    assert len(shrunk) == len(set(run.rglob("*_0*.jpg")) - {run / "images" / "epoch_000.jpg"}) == 18
+    shrunk.clear()
+    write_report([run], tmp_path / "x.html", None)
+    assert shrunk == []
+    picture(run / "eval" / "after_001" / "train_002.jpg", 77, 300)
+    assert write_report([run], tmp_path / "x.html", None).read_bytes() != first and shrunk == ["train_002.jpg"]
+
+
 def test_the_page_is_written_without_torch(tmp_path):
     run = write_run(tmp_path / "run", epochs=1)
     code = (
