@@ -101,8 +101,8 @@ def vlm():
 
     pip install -e ".[vlm]" && accelerate launch scripts/train.py --config config/tiny.py:vlm
 
-    Any OpenAI chat completions server on port 8000 will do, with one model; docs/vlm.md has launch lines. The descriptions
-    are compared by a small text encoder, 270 MB from the hub.
+    Any OpenAI chat completions server on port 8000 will do, with one model; docs/vlm.md has launch lines. The
+    descriptions are compared by a small text encoder, 270 MB from the hub.
     """
     config = compressibility()
     config.reward_fn = "llava_bertscore"

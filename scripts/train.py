@@ -328,6 +328,8 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
 
         # SAVE   everything needed to continue as if nothing had happened
         phases.enter(f"epoch {epoch}: saving")
+        is_last = epoch + 1 == config.num_epochs or progress.stopped
+        is_due = is_last or (config.save_freq > 0 and (epoch + 1) % config.save_freq == 0)
         launch.save_together(
             accelerator,
             run_folder,
@@ -347,14 +349,13 @@ def run(config: ConfigDict, plan: RunPlan, rescue: Rescue) -> None:
                 num_processes=plan.num_processes,
                 config=without_secrets(config.to_dict()),
             ),
-            is_due=epoch + 1 == config.num_epochs
-            or progress.stopped
-            or (config.save_freq > 0 and (epoch + 1) % config.save_freq == 0),
+            is_due=is_due,
             num_checkpoint_limit=config.num_checkpoint_limit,
             rescue=rescue,
             is_best=is_best,
         )
-        log.in_background(write_report)
+        if is_due or plan.evaluates(epoch + 1):
+            log.in_background(write_report)
         if progress.stopped:
             accelerator.print(launch.why_stopped(config, progress), flush=True)
             break

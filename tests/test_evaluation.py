@@ -296,3 +296,41 @@ def test_a_run_whose_held_out_reward_falls_ends_early_with_its_state_saved_and_s
     assert again.returncode == 0 and "was stopped early after 2 epochs" in again.stdout
     further = launch([*arguments[:-1], "--config.num_epochs=3"], tmp_path)
     assert further.returncode == 0 and (folder / "checkpoints" / "checkpoint_3").is_dir(), further.stderr
+
+
+DEADLY = """
+import os, signal
+calls = 0
+def deadly():
+    def reward(images, prompts, metadata):
+        global calls
+        calls += 1
+        if calls == int(os.environ.get("DIES_AT", 0)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [float(images[i].mean()) for i in range(len(prompts))]
+    return reward
+"""
+
+
+def test_a_run_that_is_killed_while_it_evaluates_continues_bit_for_bit(tmp_path, random_sd):
+    from conftest import ROOT, SMALL_RUN, launch
+
+    best = ["--config.save_best=eval/train/deadly_mean", "--config.eval.rewards=mine.py:deadly"]
+    arguments = ["--config", str(ROOT / "config" / "base.py"), f"--config.pretrained.model={random_sd}", *SMALL_RUN]
+    arguments += [*EVALUATED[:-1], *best, "--config.resume=auto", "--config.save_freq=1"]
+    folders = []
+    for name in ("straight", "killed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(DEADLY)
+        if name == "killed":  # each evaluation is of six batches: in the second one, after two epochs
+            assert launch(arguments, tmp_path / name, DIES_AT="8").returncode == -9
+        result = launch(arguments, tmp_path / name)
+        assert result.returncode == 0, result.stderr
+        [folder] = (tmp_path / name / "logs").glob("[!.]*")
+        folders.append(folder)
+    assert "resumed:           after 1 epochs" in result.stdout
+    a, b = map(weights_of, folders)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert read_metrics(folders[0]) == read_metrics(folders[1])
+    names = [sorted(p.relative_to(folder) for p in folder.rglob("*") if "eval" in str(p)) for folder in folders]
+    assert names[0] == names[1]

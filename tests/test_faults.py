@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 TINY = str(ROOT / "config" / "tiny.py")
 SHORT = [
     "--config.log_with=",
+    "--config.eval.every=0",
     "--config.sample.num_steps=2",
     "--config.sample.batch_size=4",
     "--config.sample.num_batches_per_epoch=1",

@@ -50,7 +50,8 @@ def draw(folder: Path | None, num_seeds: int) -> tuple[np.ndarray, float]:
 
 
 def test_opposite_rewards_pull_the_same_pictures_apart(tmp_path):
-    tiny, few = str(ROOT / "config" / "tiny.py"), ["--config.num_epochs=4", "--config.sample.num_batches_per_epoch=1"]
+    tiny, few = str(ROOT / "config" / "tiny.py"), ["--config.num_epochs=4", "--config.eval.every=0"]
+    few.append("--config.sample.num_batches_per_epoch=1")
     smaller, _ = draw(run_tiny(tmp_path / "smaller", f"{tiny}:compressibility", *few), num_seeds=2)
     larger, _ = draw(run_tiny(tmp_path / "larger", f"{tiny}:incompressibility", *few), num_seeds=2)
     difference = (larger - smaller).ravel()

@@ -374,6 +374,14 @@ def test_a_run_that_was_cut_off_has_a_page_all_the_same(tmp_path, damage, note):
     write_report([run, whole], tmp_path / "x.html", BASE)
 
 
+def test_a_torn_picture_is_none(tmp_path):
+    run = write_run(tmp_path / "run", epochs=1, every=1)
+    _tear("eval/after_001/train_001.jpg")(run)
+    data, _ = page_of(write_report([run], tmp_path / "x.html", None))
+    shown = data["runs"][0]["sliders"][0]["frames"][1]["pictures"]
+    assert [picture["src"] is None for picture in shown] == [False, True, False, False]
+
+
 def test_a_picture_outside_the_folder_is_left_alone(tmp_path):
     run = write_run(tmp_path / "run", epochs=1, every=1)
     picture(tmp_path / "private.jpg", 1)

@@ -44,6 +44,7 @@ def test_a_weighted_sum_resumes_bit_for_bit_with_its_scales(tmp_path, random_sd,
 
 SHORT = [
     "--config.log_with=",
+    "--config.eval.every=0",
     "--config.sample.num_steps=2",
     "--config.sample.batch_size=6",
     "--config.train.batch_size=6",

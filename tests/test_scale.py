@@ -25,7 +25,7 @@ def run(folder, config, *arguments, processes=1):
 @pytest.mark.parametrize(
     "config, processes, arguments, samples, updates",
     [
-        ("tiny.py", 2, ["--config.sample.batch_size=4", "--config.train.batch_size=2"], 16, 4),
+        ("tiny.py", 2, ["--config.eval.every=0", "--config.sample.batch_size=4", "--config.train.batch_size=2"], 16, 4),
         # The published experiment's plan, whole, but for the model and the number of steps
         ("dgx.py:compressibility", 8, ["--config.prompt_fn_kwargs.samples=32"], 256, 4),
     ],
@@ -46,7 +46,7 @@ def test_processes_meet_once_an_update_and_once_an_epoch(tmp_path, config, proce
 
 def test_memory_is_flat_over_fifty_epochs(tmp_path):
     small = ["--config.sample.batch_size=4", "--config.sample.num_batches_per_epoch=1", "--config.train.batch_size=4"]
-    run(tmp_path, "tiny.py", *small, "--config.num_epochs=50", "--config.save_freq=10")
+    run(tmp_path, "tiny.py", *small, "--config.eval.every=0", "--config.num_epochs=50", "--config.save_freq=10")
     memory = json.loads((tmp_path / "memory_0.json").read_text())
     assert len(memory) == 50
     middle, end = (sorted(part)[len(part) // 2] for part in (memory[10:20], memory[40:]))
