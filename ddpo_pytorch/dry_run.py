@@ -35,7 +35,7 @@ def measured_steps(benchmark: Path, arguments: Sequence[str]) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHED and not k.startswith("TORCHELASTIC")}
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
-        options = ["--reps=1", "--nocount_flops", "--phases=sample,decode,reward,train", f"--json={results}"]
+        options = ["--reps=2", "--nocount_flops", "--phases=sample,decode,reward,train", f"--json={results}"]
         command = [sys.executable, str(benchmark), *arguments, *options]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode != 0 or not results.is_file():
@@ -104,5 +104,5 @@ def describe(plan: RunPlan, benchmark: Path, arguments: Sequence[str]) -> str:
         f"{shutil.disk_usage(existing).free / 1e9:,.0f} GB are free",
         "dashboards": config.log_with or "none",
     }
-    note = "Nothing was started. Times are from the second of two steps of each kind, on one process."
+    note = "Nothing was started. Times are from the last two of three steps of each kind, on one process."
     return launch.aligned(lines) + f"\n{note}"

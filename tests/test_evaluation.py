@@ -222,7 +222,7 @@ def weights_of(folder, name="checkpoints/checkpoint_4"):
     return load_file(folder / name / "pytorch_lora_weights.safetensors")
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_training_is_the_same_to_the_last_bit_with_and_without_evaluations(tmp_path, random_sd, num_processes):
     folders = []
     for name, options in (("with", EVALUATED), ("without", ["--config.num_epochs=4", "--config.save_freq=2"])):
@@ -246,6 +246,7 @@ def test_training_is_the_same_to_the_last_bit_with_and_without_evaluations(tmp_p
     ]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_evaluations_and_the_best_state_of_one_that_was_not_stopped(tmp_path, random_sd):
     best = ["--config.save_best=eval/train/colorfulness_change", "--config.early_stop=eval/train/reward_mean"]
     folders = []
@@ -312,6 +313,7 @@ def deadly():
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_evaluates_continues_bit_for_bit(tmp_path, random_sd):
     from conftest import ROOT, SMALL_RUN, launch
 

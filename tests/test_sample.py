@@ -93,6 +93,7 @@ def test_pictures_are_stock_diffusers(results, trained, random_sd, variant, scal
         assert np.abs(found - 255 * image).max() <= 1  # rounding to levels
 
 
+@pytest.mark.slow
 def test_a_whole_unet_is_compared_with_its_base_too(tmp_path, random_sd):
     options = ["--config.use_lora=False", "--config.num_epochs=1", "--config.train.learning_rate=1e-3"]
     folder = train(random_sd, tmp_path, *options)
@@ -131,6 +132,7 @@ def test_wrong_input_is_one_line(trained, arguments, says):
     assert [line[:7] for line in done.stderr.splitlines() if line.strip()] == ["error: "]
 
 
+@pytest.mark.slow
 def test_a_secret_that_the_checkpoint_does_not_hold_is_asked_for(tmp_path, random_sd):
     (tmp_path / "mine.py").write_text("def mine(api_key):\n    return lambda i, p, m: [float(len(api_key))] * len(p)\n")
     options = ["--config.reward_fn=mine.py:mine", "--config.reward_fn_kwargs.api_key=sesame-open"]
