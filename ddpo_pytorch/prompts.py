@@ -4,6 +4,7 @@ Metadata travels with the prompt to the reward function. Knows nothing of models
 """
 
 import ast
+import contextlib
 import functools
 import random
 import re
@@ -190,7 +191,9 @@ def parse_prompts(text: str) -> PromptSet:
         ValueError: none in it, or a file that is not there.
     """
     is_file = text.endswith(".txt") or _SLICE.fullmatch(text) is not None and ".txt[" in text
-    if is_file or Path(text).expanduser().is_file():
+    with contextlib.suppress(OSError):  # too long for a file's name
+        is_file = is_file or Path(text).expanduser().is_file()
+    if is_file:
         return parse_prompt_set(text, lambda: ("", {}), limit=10**6)
     listed: object = None
     if text.lstrip().startswith(("[", "(")):

@@ -103,6 +103,7 @@ def planned(checkpoint: Path, saved: dict[str, Any], overrides: list[tuple[str, 
     # Batches and updates are of no matter here: one process, and whatever batch was asked for.
     with config.unlocked():
         config.train.gradient_accumulation_steps = 1
+        config.train.timestep_fraction = 1.0
         config.sample.num_batches_per_epoch = max(2, config.sample.num_batches_per_epoch)
     return config, make_plan(config, num_processes=1)
 

@@ -72,6 +72,7 @@ def test_prompts_can_be_a_file_or_a_list_on_the_command_line(tmp_path, monkeypat
     assert prompts.parse_prompts("own").prompts == ("a cat, asleep", "a dog")
     assert prompts.parse_prompts("everyday_objects.txt[1:3]").prompts == ("teapot", "bicycle")
     assert prompts.parse_prompts("a cat, a dog,").prompts == ("a cat", "a dog")
+    assert len(prompts.parse_prompts(", ".join(["a cat with a long tail"] * 400)).prompts) == 400
     assert prompts.parse_prompts("['a cat, asleep', 'a dog']").prompts == ("a cat, asleep", "a dog")
 
 
