@@ -49,6 +49,7 @@ def draw(folder: Path | None, num_seeds: int) -> tuple[np.ndarray, float]:
     return np.array(sizes), right / (num_seeds * len(ANIMALS))
 
 
+@pytest.mark.slow
 def test_opposite_rewards_pull_the_same_pictures_apart(tmp_path):
     tiny, few = str(ROOT / "config" / "tiny.py"), ["--config.num_epochs=4", "--config.eval.every=0"]
     few.append("--config.sample.num_batches_per_epoch=1")
