@@ -51,6 +51,6 @@ def test_memory_is_flat_over_fifty_epochs(tmp_path):
     assert len(memory) == 50
     middle, end = (sorted(part)[len(part) // 2] for part in (memory[10:20], memory[40:]))
     page = (run_folder(tmp_path) / "report.html").stat().st_size  # whose pictures are kept for the next one, up to 9 MB
-    print(f"in use in epochs 10 to 20: {middle / 1e6:.2f} MB, in 40 to 50: {end / 1e6:.2f} MB; page {page / 1e6:.2f} MB")
+    print(f"in use in epochs 10 to 20: {middle / 1e6:.2f} MB, 40 to 50: {end / 1e6:.2f} MB; page {page / 1e6:.2f} MB")
     # The last page before these had pictures of 10 and of 40 epochs. One epoch's trajectories and pictures are 0.1 MB.
     assert end < middle + page * 30 / 50 + 0.5e6
